@@ -1,0 +1,1 @@
+"""One module per predicted quantity; formulas.py holds each equation once, numpy only."""

@@ -1,0 +1,284 @@
+"""Measurement and ProfileTable: what was measured, one row a trial, as versioned JSON.
+
+A `Measurement` is one (local batch size, nodes, devices per node, accumulation steps) with its
+times and bytes; a row that ran out of memory or crashed is kept with its status and reason. A
+`ProfileTable` is all rows of one workload on one hardware, with the all-reduce microbenchmark
+(`links`) where there was one. Repeated rows are allowed and welcome.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from mlflow_tula.errors import InvalidInputError, SchemaError, TableError
+from mlflow_tula.specs import (
+    HardwareSpec,
+    Spec,
+    Workload,
+    check_choice,
+    check_int,
+    check_real,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TABLE_SCHEMA_VERSION = 1
+MAX_ROWS = 100_000
+
+Status = Literal["ok", "oom", "failed"]
+LinkScope = Literal["intra_node", "inter_node"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement(Spec):
+    """One timed trial; times are seconds per optimizer update, bytes are the largest on a rank.
+
+    `step_time_s` is the median over steps and the maximum over ranks; `step_time_std_s` the
+    spread over steps. `compute_time_s`, `sync_time_s`, `data_time_s` and `optimizer_time_s` are
+    its parts, where they were measured. `peak_memory_bytes` is what the feasibility limit applies
+    to (reserved on CUDA, the step's allocated peak plus what the process holds on a CPU);
+    `allocated_memory_bytes` and `device_used_bytes` are the other two numbers. `cpu_time_ratio`
+    is process time over wall time and thread: far below its quiet value it tells contention.
+    """
+
+    local_batch_size: int
+    step_time_s: float | None = None
+    nodes: int = 1
+    devices_per_node: int = 1
+    accumulation_steps: int = 1
+    status: Status = "ok"
+    reason: str = ""
+    step_time_std_s: float | None = None
+    num_steps: int | None = None
+    compute_time_s: float | None = None
+    sync_time_s: float | None = None
+    data_time_s: float | None = None
+    optimizer_time_s: float | None = None
+    peak_memory_bytes: int | None = None
+    allocated_memory_bytes: int | None = None
+    device_used_bytes: int | None = None
+    gradient_norm: float | None = None
+    gradient_variability: float | None = None
+    noise_scale: float | None = None
+    cpu_time_ratio: float | None = None
+    probe_time_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field once; an `ok` row has a positive step time."""
+        for name in ("local_batch_size", "nodes", "devices_per_node", "accumulation_steps"):
+            object.__setattr__(self, name, check_int(name, getattr(self, name)))
+        check_choice("status", self.status, Status)
+        if self.status == "ok" and self.step_time_s is None:
+            raise InvalidInputError("step_time_s is needed in a row of status ok, and is missing")
+        if self.step_time_s is not None:
+            value = check_real("step_time_s", self.step_time_s, strict=True)
+            object.__setattr__(self, "step_time_s", value)
+        for name in _OPTIONAL_REALS:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_real(name, getattr(self, name)))
+        for name in _OPTIONAL_INTS:
+            if getattr(self, name) is not None:
+                checked = check_int(name, getattr(self, name), minimum=0, maximum=2**60)
+                object.__setattr__(self, name, checked)
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel ranks of the trial."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def global_batch_size(self) -> int:
+        """Local batch size x accumulation steps x world size."""
+        return self.local_batch_size * self.accumulation_steps * self.world_size
+
+
+_OPTIONAL_REALS = (
+    "step_time_std_s",
+    "compute_time_s",
+    "sync_time_s",
+    "data_time_s",
+    "optimizer_time_s",
+    "gradient_norm",
+    "gradient_variability",
+    "noise_scale",
+    "cpu_time_ratio",
+    "probe_time_s",
+)
+_OPTIONAL_INTS = (
+    "num_steps",
+    "peak_memory_bytes",
+    "allocated_memory_bytes",
+    "device_used_bytes",
+)
+COLUMNS = tuple(entry.name for entry in dataclasses.fields(Measurement))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkMeasurement(Spec):
+    """One timed all-reduce of `message_bytes` over nodes x devices_per_node ranks, seconds."""
+
+    scope: LinkScope
+    nodes: int
+    devices_per_node: int
+    message_bytes: int
+    time_s: float
+
+    def __post_init__(self) -> None:
+        """Check every field once."""
+        check_choice("link scope", self.scope, LinkScope)
+        for name in ("nodes", "devices_per_node", "message_bytes"):
+            check_int(name, getattr(self, name))
+        check_real("time_s", self.time_s, strict=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileTable:
+    """All measurements of one workload on one hardware."""
+
+    workload: Workload
+    hardware: HardwareSpec
+    measurements: tuple[Measurement, ...] = ()
+    links: tuple[LinkMeasurement, ...] = field(default=())
+
+    @property
+    def ok(self) -> tuple[Measurement, ...]:
+        """The rows that gave a step time."""
+        return tuple(row for row in self.measurements if row.status == "ok")
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits of the whole content: equal tables, equal digests."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def with_rows(self, rows: Iterable[Measurement]) -> ProfileTable:
+        """A new table with `rows` appended."""
+        return dataclasses.replace(self, measurements=(*self.measurements, *rows))
+
+    @classmethod
+    def from_frame(
+        cls, frame: pd.DataFrame, *, workload: Workload, hardware: HardwareSpec
+    ) -> ProfileTable:
+        """Check and take a frame of one row a trial.
+
+        Args:
+            frame: columns `local_batch_size` and `step_time_s` (seconds), and any other field of
+                Measurement; missing ones take its defaults, NaN means "not measured".
+            workload: what was trained.
+            hardware: on what.
+
+        Raises:
+            TableError: a column that is missing, unknown or holds a bad value, by name and row.
+        """
+        names = [str(name) for name in frame.columns]
+        for needed in ("local_batch_size", "step_time_s"):
+            if needed not in names:
+                raise TableError(f"column {needed!r} is missing; the table has {names}")
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise TableError(f"column {doubled[0]!r} stands twice; keep one of them")
+        unknown = [name for name in names if name not in COLUMNS]
+        if unknown:
+            raise TableError(
+                f"column {unknown[0]!r} is unknown; known columns are {', '.join(COLUMNS)}"
+            )
+        if not len(frame):
+            raise TableError("the table has no rows; give at least one measured batch size")
+        if len(frame) > MAX_ROWS:
+            raise TableError(f"the table has {len(frame)} rows; at most {MAX_ROWS} are read")
+        rows = []
+        for number, record in enumerate(frame.to_dict("records"), start=1):
+            present = {str(k): _plain(v) for k, v in record.items() if not _is_missing(v)}
+            try:
+                rows.append(Measurement(**present))
+            except TypeError as error:
+                raise TableError(f"row {number}: local_batch_size is missing") from error
+            except InvalidInputError as error:
+                raise TableError(f"row {number}: {error}") from error
+        return cls(workload=workload, hardware=hardware, measurements=tuple(rows))
+
+    @classmethod
+    def from_csv(
+        cls, path: str | Path, *, workload: Workload, hardware: HardwareSpec
+    ) -> ProfileTable:
+        """Read a CSV with the columns of `from_frame`; errors name the file."""
+        import pandas as pd
+
+        try:
+            frame = pd.read_csv(path, skipinitialspace=True, nrows=MAX_ROWS + 1)
+        except (OSError, UnicodeDecodeError, pd.errors.ParserError) as error:
+            reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+            raise TableError(f"cannot read {path} as CSV: {reason}") from error
+        except pd.errors.EmptyDataError as error:
+            raise TableError(f"{path} is empty; give a header and one row a batch size") from error
+        try:
+            return cls.from_frame(frame, workload=workload, hardware=hardware)
+        except TableError as error:
+            raise TableError(f"{path}: {error}") from error
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a trial, every field of Measurement a column, None as NaN."""
+        import pandas as pd
+
+        return pd.DataFrame([row.to_dict() for row in self.measurements], columns=list(COLUMNS))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types with `schema_version`; fields that are None are left out of rows."""
+        return {
+            "schema_version": TABLE_SCHEMA_VERSION,
+            "kind": "tula.profile_table",
+            "workload": self.workload.to_dict(),
+            "hardware": self.hardware.to_dict(),
+            "measurements": [
+                {key: value for key, value in row.to_dict().items() if value is not None}
+                for row in self.measurements
+            ],
+            "links": [row.to_dict() for row in self.links],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`; a newer schema or another kind of document raises SchemaError."""
+        check_document(data, kind="tula.profile_table", version=TABLE_SCHEMA_VERSION)
+        rows, links = data.get("measurements", []), data.get("links", [])
+        if not isinstance(rows, list) or not isinstance(links, list) or len(rows) > MAX_ROWS:
+            raise SchemaError("measurements and links must be lists of at most 100,000 rows")
+        return cls(
+            workload=Workload.from_dict(data.get("workload", {})),
+            hardware=HardwareSpec.from_dict(data.get("hardware", {})),
+            measurements=tuple(Measurement.from_dict(row) for row in rows),
+            links=tuple(LinkMeasurement.from_dict(row) for row in links),
+        )
+
+
+def check_document(data: object, *, kind: str, version: int) -> None:
+    """Raise SchemaError unless `data` is a document of this kind that this version can read."""
+    if not isinstance(data, Mapping):
+        raise SchemaError(f"a {kind} document must be a JSON object, not {type(data).__name__}")
+    if data.get("kind", kind) != kind:
+        raise SchemaError(f"expected a {kind} document, not {str(data['kind'])[:40]!r}")
+    found = data.get("schema_version")
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise SchemaError(f"a {kind} document needs a schema_version, not {found!r}")
+    if found > version:
+        raise SchemaError(
+            f"schema_version {found} of this {kind} is newer than {version}, the newest this "
+            "mlflow_tula reads: upgrade with `pip install -U mlflow-tula`"
+        )
+
+
+def _is_missing(value: object) -> bool:
+    """None, NaN, NaT (which differ from themselves) and empty cells."""
+    return value is None or value != value or value == ""
+
+
+def _plain(value: Any) -> Any:
+    """A numpy scalar as its Python type; strings that hold numbers stay strings."""
+    return value.item() if hasattr(value, "item") else value
