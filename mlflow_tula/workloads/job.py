@@ -1,0 +1,209 @@
+"""Job: every choice that makes a training job, as flat JSON.
+
+A Job is what the command line fills in, what worker processes receive, and what names a workload
+in the registry. This module does not import torch, so that `tula recommend` can ask the registry
+within a fraction of a second; whether a model or dataset exists is known when it is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlflow_tula.errors import InvalidInputError
+from mlflow_tula.specs import (
+    Precision,
+    Spec,
+    Strategy,
+    Workload,
+    check_choice,
+    check_int,
+    check_name,
+    check_real,
+    slugify,
+)
+
+DEFAULT_IMAGE_SIZES: dict[str, int] = {
+    "digits": 32,
+    "fashion_mnist": 32,
+    "cifar10": 32,
+    "cifar100": 32,
+    "synthetic": 32,
+    "caltech101": 224,
+    "caltech256": 224,
+    "imagefolder": 224,
+}
+"""Pixels a side where the job does not say; these are also the names of the built-in datasets.
+
+Fashion-MNIST (28) and digits (8) are enlarged to 32, the smallest most of torchvision's models
+take; your own dataset keeps the size of its samples.
+"""
+
+SMALLEST_IMAGE_SIZES: dict[str, int] = {
+    "alexnet": 64,
+    "densenet121": 32,
+    "inception_v3": 80,
+    "maxvit_t": 224,
+    "squeezenet1_0": 32,
+}
+"""Where torchvision's model fails below a size: that size, rounded up to a multiple of 16."""
+
+DEFAULT_LEARNING_RATES: dict[str, float] = {
+    "sgd": 0.01,
+    "rmsprop": 0.0001,
+    "adagrad": 0.01,
+    "adam": 0.0003,
+    "adamw": 0.0003,
+    "nadam": 0.0003,
+    "radam": 0.0003,
+}
+"""Rates at which VGG11 (no batch norm, the hardest of the usual models) still learns."""
+
+SYNTHETIC_SIZE, SYNTHETIC_CHANNELS, SYNTHETIC_CLASSES = 2048, 3, 10
+
+_IMPORT_PATH = re.compile(r"^[^:\s]+:[A-Za-z_][\w.]*$")
+
+
+def is_import_path(name: str) -> bool:
+    """Whether `name` is `package.module:function` (or `path/to/file.py:function`)."""
+    return ":" in name
+
+
+def import_path_name(name: str) -> str:
+    """The function's name in `package.module:function`; any other name as it is."""
+    return name.rsplit(":", 1)[1] if is_import_path(name) else name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job(Spec):
+    """One training job.
+
+    `model`, `dataset`, `loss` and `optimizer` are built-in names or `package.module:function`.
+    `image_size` is in pixels a side (None: the dataset's own). `dataset_size`, `channels` and
+    `num_classes` give the shape of `synthetic` data; for other datasets `dataset_size` trains on
+    a stratified subset of so many samples. `learning_rate` None takes the optimizer's default.
+    `augment` mirrors and shifts training images. `num_workers` are loader processes per rank.
+    """
+
+    model: str
+    dataset: str = "digits"
+    data_dir: str | None = None
+    download: bool = False
+    image_size: int | None = None
+    dataset_size: int | None = None
+    channels: int | None = None
+    num_classes: int | None = None
+    augment: bool = False
+    precision: Precision = "fp32"
+    optimizer: str = "sgd"
+    learning_rate: float | None = None
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    loss: str = "cross_entropy"
+    drop_last: bool = True
+    num_workers: int = 0
+    strategy: Strategy = "ddp"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field once; names that need torch to be known are checked when built."""
+        for name in ("model", "dataset", "optimizer", "loss"):
+            value = check_name(name, getattr(self, name))
+            if is_import_path(value) and not _IMPORT_PATH.match(value):
+                raise InvalidInputError(
+                    f"{name} must be a built-in name or package.module:function, not {value!r}"
+                )
+        check_choice("precision", self.precision, Precision)
+        check_choice("strategy", self.strategy, Strategy)
+        for name, largest in (
+            ("image_size", 8192),
+            ("dataset_size", 10**9),
+            ("channels", 1024),
+            ("num_classes", 10**6),
+        ):
+            if getattr(self, name) is not None:
+                number = check_int(name, getattr(self, name), maximum=largest)
+                object.__setattr__(self, name, number)
+        if self.dataset != "synthetic" and self.channels is not None:
+            raise InvalidInputError(
+                f"channels shapes the synthetic dataset only, not {self.dataset!r}: leave it out"
+            )
+        if self.learning_rate is not None:
+            check_real("learning_rate", self.learning_rate, strict=True)
+        check_real("momentum", self.momentum)
+        check_real("weight_decay", self.weight_decay)
+        if self.momentum >= 1:
+            raise InvalidInputError(f"momentum must be below 1, not {self.momentum:g}")
+        object.__setattr__(
+            self, "num_workers", check_int("num_workers", self.num_workers, minimum=0)
+        )
+        object.__setattr__(self, "seed", check_int("seed", self.seed, minimum=0, maximum=2**32 - 1))
+        if self.data_dir is not None:
+            object.__setattr__(self, "data_dir", os.fspath(self.data_dir))
+
+    def replace(self, **changes: object) -> Job:
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the registry: your own function's name without its module."""
+        return import_path_name(self.model)
+
+    @property
+    def dataset_name(self) -> str:
+        """The dataset's name in the registry; an image folder carries the folder's name."""
+        if self.dataset == "imagefolder" and self.data_dir:
+            return f"imagefolder-{slugify(Path(self.data_dir).expanduser().absolute().name)}"
+        return import_path_name(self.dataset)
+
+    @property
+    def resolved_image_size(self) -> int | None:
+        """Pixels a side that reach the model: at least the smallest size the model takes.
+
+        None for your own dataset without `image_size`: its samples keep their size.
+        """
+        size = self.image_size or DEFAULT_IMAGE_SIZES.get(self.dataset)
+        return None if size is None else max(size, SMALLEST_IMAGE_SIZES.get(self.model.lower(), 1))
+
+    @property
+    def resolved_learning_rate(self) -> float:
+        """The learning rate, or the optimizer's default where the job has none."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return DEFAULT_LEARNING_RATES.get(self.optimizer.lower(), 0.001)
+
+    @property
+    def variant(self) -> str:
+        """What sets this workload apart beyond model, dataset, precision and optimizer."""
+        default = dataclasses.replace(self, image_size=None).resolved_image_size
+        parts = []
+        if self.resolved_image_size != default:
+            parts.append(f"{self.resolved_image_size}px")
+        if self.dataset == "synthetic":
+            parts += [f"{self.channels}ch"] if self.channels not in (None, 3) else []
+            if self.num_classes not in (None, SYNTHETIC_CLASSES):
+                parts.append(f"{self.num_classes}classes")
+        if self.dataset_size not in (None, SYNTHETIC_SIZE if self.dataset == "synthetic" else None):
+            parts.append(f"n{self.dataset_size}")
+        # Without momentum SGD keeps no buffers: another memory line.
+        parts += ["no-momentum"] if self.optimizer == "sgd" and self.momentum == 0 else []
+        parts += [slugify(import_path_name(self.loss))] if self.loss != "cross_entropy" else []
+        parts += ["augment"] if self.augment else []
+        return "-".join(parts)
+
+    @property
+    def workload_slug(self) -> str:
+        """Equal to `describe(job).slug`, without importing torch."""
+        return Workload(
+            model=self.model_name,
+            dataset=self.dataset_name,
+            dataset_size=1,
+            precision=self.precision,
+            optimizer=import_path_name(self.optimizer),
+            strategy=self.strategy,
+            variant=self.variant,
+        ).slug
