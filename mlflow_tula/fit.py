@@ -1,0 +1,76 @@
+"""Fit: a table (and convergence data) becomes a PredictorBundle with a FitReport."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from mlflow_tula.errors import InvalidInputError, TableError, TooFewProbesWarning
+from mlflow_tula.predictors import memory as memory_predictor
+from mlflow_tula.predictors import step_time as step_time_predictor
+from mlflow_tula.predictors.bundle import FitReport, PredictorBundle, Probed
+from mlflow_tula.predictors.convergence import ConvergencePredictor
+from mlflow_tula.table import ProfileTable
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def fit(
+    table: ProfileTable, convergence: pd.DataFrame | ConvergencePredictor | None = None
+) -> PredictorBundle:
+    """Fit every predictor that the data allows.
+
+    Args:
+        table: measured trials; rows of status oom count for feasibility, failed ones are dropped.
+        convergence: a frame of `global_batch_size`, `epochs_to_target` and optional `std`,
+            `runs_total`, `runs_reached`; or a fitted ConvergencePredictor; or None.
+
+    Raises:
+        TableError: no row gave a step time.
+    """
+    if not isinstance(table, ProfileTable):
+        raise InvalidInputError(
+            f"fit needs a ProfileTable, not {type(table).__name__}: make one with "
+            "ProfileTable.from_frame(frame, workload=..., hardware=...)"
+        )
+    rows = table.ok
+    if not rows:
+        raise TableError(_nothing_ran(table))
+    oom = tuple(row for row in table.measurements if row.status == "oom")
+    step_time = step_time_predictor.fit(rows)
+    memory = memory_predictor.fit(table)
+    if convergence is not None and not isinstance(convergence, ConvergencePredictor):
+        convergence = ConvergencePredictor.fit(convergence)
+    report = FitReport(
+        rows_used=len(rows),
+        rows_oom=len(oom),
+        rows_failed=len(table.measurements) - len(rows) - len(oom),
+    )
+    for text in report.warnings:
+        warnings.warn(text, TooFewProbesWarning, stacklevel=2)
+    return PredictorBundle(
+        workload=table.workload,
+        hardware=table.hardware,
+        step_time=step_time,
+        memory=memory,
+        convergence=convergence,
+        probed=Probed(
+            ok=tuple(sorted({(row.local_batch_size, row.world_size) for row in rows})),
+            oom=tuple(sorted({(row.local_batch_size, row.world_size) for row in oom})),
+        ),
+        report=report,
+        table_digest=table.digest,
+    )
+
+
+def _nothing_ran(table: ProfileTable) -> str:
+    """The message when no row gave a step time: what was tried, and the last reason."""
+    if not table.measurements:
+        return "the table has no rows: measure at least one batch size"
+    sizes = sorted({row.local_batch_size for row in table.measurements})
+    last = table.measurements[-1]
+    return (
+        f"no row of status ok: local batch sizes {', '.join(map(str, sizes[:8]))} all ended with "
+        f"{last.status}{f' ({last.reason})' if last.reason else ''}; measure a smaller size"
+    )

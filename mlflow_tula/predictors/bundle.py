@@ -1,0 +1,198 @@
+"""PredictorBundle: every fitted predictor of one workload on one hardware, and how good the fit is.
+
+The bundle is a versioned JSON document; `predict` evaluates that document with the very file
+(`inference.py`) that a registered model ships, so that both always agree.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from mlflow_tula.errors import (
+    ExtrapolationWarning,
+    InvalidInputError,
+    MayNotReachTargetWarning,
+    SchemaError,
+    TulaError,
+)
+from mlflow_tula.predictors.convergence import ConvergencePredictor
+from mlflow_tula.predictors.memory import MemoryPredictor
+from mlflow_tula.predictors.step_time import StepTimePredictor
+from mlflow_tula.specs import HardwareSpec, Pricing, Spec, Workload
+from mlflow_tula.table import check_document
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BUNDLE_KIND = "tula.predictor_bundle"
+BUNDLE_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitReport(Spec):
+    """How the predictors were fitted: forms and why, errors, rows, warnings.
+
+    The `*_mape` are leave-one-out mean absolute percentage errors as fractions (0.05 = 5 %), None
+    where there were too few rows to leave one out. `coverage` is the share of left-out step times
+    inside their 90 % interval.
+    """
+
+    step_time_form: str = ""
+    memory_form: str = ""
+    convergence_form: str = ""
+    step_time_mape: float | None = None
+    memory_mape: float | None = None
+    convergence_mape: float | None = None
+    coverage: float | None = None
+    rows_used: int = 0
+    rows_oom: int = 0
+    rows_failed: int = 0
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """JSON knows lists only; a stored report comes back with a tuple."""
+        object.__setattr__(self, "warnings", tuple(str(text) for text in self.warnings))
+
+    def __str__(self) -> str:
+        """What a person reads: one line a fact."""
+        lines = [f"step time: {self.step_time_form}{_percent(self.step_time_mape)}"]
+        if self.memory_form:
+            lines.append(f"memory: {self.memory_form}{_percent(self.memory_mape)}")
+        if self.convergence_form:
+            lines.append(f"convergence: {self.convergence_form}{_percent(self.convergence_mape)}")
+        lines.append(
+            f"rows: {self.rows_used} used, {self.rows_oom} out of memory, {self.rows_failed} failed"
+        )
+        return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+
+
+def _percent(mape: float | None) -> str:
+    """A leave-one-out error as people read it."""
+    return "" if mape is None else f" (leave-one-out error {100 * mape:.1f} %)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probed(Spec):
+    """What was run, as (local batch size, world size): feasibility is a map, not a threshold."""
+
+    ok: tuple[tuple[int, int], ...] = ()
+    oom: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Lists of a JSON document become tuples."""
+        for name in ("ok", "oom"):
+            try:
+                pairs = tuple((int(local), int(world)) for local, world in getattr(self, name))
+            except (TypeError, ValueError) as error:
+                raise SchemaError(f"probed.{name} must list [local batch, world size]") from error
+            object.__setattr__(self, name, pairs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"ok": [list(p) for p in self.ok], "oom": [list(p) for p in self.oom]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictorBundle:
+    """Step time, memory and convergence of one workload on one hardware."""
+
+    workload: Workload
+    hardware: HardwareSpec
+    step_time: StepTimePredictor
+    memory: MemoryPredictor | None = None
+    convergence: ConvergencePredictor | None = None
+    probed: Probed = field(default_factory=Probed)
+    report: FitReport = field(default_factory=FitReport)
+    table_digest: str = ""
+
+    def predict(
+        self,
+        frame: pd.DataFrame,
+        *,
+        level: float = 0.9,
+        memory_limit_bytes: float | None = None,
+        dataset_size: int | None = None,
+        epochs: float | None = None,
+        pricing: Pricing | None = None,
+        usd_per_device_hour: float | None = None,
+        usd_per_gb_hour: float | None = None,
+        inter_node_bandwidth_bytes_per_s: float | None = None,
+        inter_node_latency_s: float | None = None,
+    ) -> pd.DataFrame:
+        """Answer one question a row; see `inference.predict_frame` for columns and options.
+
+        `pricing` is the same as the two prices. Rows beyond what was measured are marked
+        `extrapolated`, and an ExtrapolationWarning says how many there are.
+
+        Raises:
+            InvalidInputError: a question that cannot be asked.
+        """
+        from mlflow_tula.predictors.inference import predict_frame
+
+        if pricing is not None:
+            usd_per_device_hour = pricing.usd_per_device_hour
+            usd_per_gb_hour = pricing.usd_per_gb_hour
+        try:
+            out = predict_frame(
+                self.to_dict(),
+                frame,
+                level=level,
+                memory_limit_bytes=memory_limit_bytes,
+                dataset_size=dataset_size,
+                epochs=epochs,
+                usd_per_device_hour=usd_per_device_hour,
+                usd_per_gb_hour=usd_per_gb_hour,
+                inter_node_bandwidth_bytes_per_s=inter_node_bandwidth_bytes_per_s,
+                inter_node_latency_s=inter_node_latency_s,
+            )
+        except TulaError:
+            raise
+        except ValueError as error:
+            raise InvalidInputError(str(error)) from error
+        beyond, doubtful = int(out["extrapolated"].sum()), int(out["may_not_reach_target"].sum())
+        if beyond:
+            text = f"{beyond} of {len(out)} rows lie beyond what was measured"
+            warnings.warn(text, ExtrapolationWarning, stacklevel=2)
+        if doubtful:
+            text = f"{doubtful} of {len(out)} rows have a batch size that may not reach the target"
+            warnings.warn(text, MayNotReachTargetWarning, stacklevel=2)
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; the same fit gives the same bytes (no times, no host names added)."""
+        return {
+            "kind": BUNDLE_KIND,
+            "schema_version": BUNDLE_SCHEMA_VERSION,
+            "workload": self.workload.to_dict(),
+            "hardware": self.hardware.to_dict(),
+            "step_time": self.step_time.to_dict(),
+            "memory": None if self.memory is None else self.memory.to_dict(),
+            "convergence": None if self.convergence is None else self.convergence.to_dict(),
+            "probed": self.probed.to_dict(),
+            "report": {**self.report.to_dict(), "warnings": list(self.report.warnings)},
+            "table_digest": self.table_digest,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`; a newer schema or another kind of document raises SchemaError."""
+        check_document(data, kind=BUNDLE_KIND, version=BUNDLE_SCHEMA_VERSION)
+        for name in ("workload", "hardware", "step_time"):
+            if name not in data:
+                raise SchemaError(f"a {BUNDLE_KIND} document needs {name!r}, and has none")
+        memory, convergence = data.get("memory"), data.get("convergence")
+        return cls(
+            workload=Workload.from_dict(data["workload"]),
+            hardware=HardwareSpec.from_dict(data["hardware"]),
+            step_time=StepTimePredictor.from_dict(data["step_time"]),
+            memory=None if memory is None else MemoryPredictor.from_dict(memory),
+            convergence=(
+                None if convergence is None else ConvergencePredictor.from_dict(convergence)
+            ),
+            probed=Probed.from_dict(data.get("probed", {})),
+            report=FitReport.from_dict(data.get("report", {})),
+            table_digest=str(data.get("table_digest", "")),
+        )

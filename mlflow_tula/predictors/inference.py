@@ -1,0 +1,260 @@
+"""A bundle's dictionary and a frame of questions -> a frame of answers.
+
+Numpy and pandas only, and relative imports only: the file is shipped with every registered model
+and loaded there as a package of its own, without mlflow_tula. Bad input raises ValueError with one
+line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from . import formulas
+
+Array = NDArray[np.float64]
+
+BATCH_COLUMNS = ("local_batch_size", "global_batch_size")
+OPTIONAL_COLUMNS = ("nodes", "devices_per_node", "accumulation_steps")
+MAX_COUNT = 10**12
+UNVERIFIED_LIMIT = 4.0
+"""Past this many times the largest probe nothing is said to fit unless it was run."""
+
+
+def predict_frame(
+    bundle: Mapping[str, Any],
+    frame: pd.DataFrame,
+    *,
+    level: float = 0.9,
+    memory_limit_bytes: float | None = None,
+    dataset_size: int | None = None,
+    epochs: float | None = None,
+    usd_per_device_hour: float | None = None,
+    usd_per_gb_hour: float | None = None,
+    inter_node_bandwidth_bytes_per_s: float | None = None,
+    inter_node_latency_s: float | None = None,
+) -> pd.DataFrame:
+    """Answer one question a row.
+
+    Args:
+        bundle: `PredictorBundle.to_dict()`.
+        frame: column `local_batch_size` or `global_batch_size` (one of them); optional `nodes`,
+            `devices_per_node`, `accumulation_steps`, each 1 where the column is absent.
+        level: probability of the intervals, between 0 and 1.
+        memory_limit_bytes: what a device may use; the device's memory when None.
+        dataset_size: training samples; the workload's when None.
+        epochs: what `cost_usd` pays for; one epoch when None.
+        usd_per_device_hour: price of a device.
+        usd_per_gb_hour: price of a GB (1e9 bytes) of peak memory.
+        inter_node_bandwidth_bytes_per_s: a stated link between nodes in place of the measured one.
+        inter_node_latency_s: the same for its latency.
+
+    Returns:
+        One row per row of `frame`, same index: the configuration, then `step_time_s`,
+        `peak_memory_bytes`, `throughput` (samples per second), `epoch_time_s`,
+        `epochs_to_target`, `time_to_target_s`, each with `_lower` and `_upper`, `cost_usd`,
+        `cost_to_target_usd`, `extrapolated`, `fits`, `fits_reason`, `may_not_reach_target`.
+        NaN where the bundle cannot know.
+
+    Raises:
+        ValueError: a question that cannot be asked, in one line.
+    """
+    _check_number("level", level, above=0.0, below=1.0)
+    for name, number in (
+        ("memory_limit_bytes", memory_limit_bytes),
+        ("dataset_size", dataset_size),
+        ("epochs", epochs),
+        ("inter_node_bandwidth_bytes_per_s", inter_node_bandwidth_bytes_per_s),
+    ):
+        if number is not None:
+            _check_number(name, number, above=0.0)
+    for name, number in (
+        ("usd_per_device_hour", usd_per_device_hour),
+        ("usd_per_gb_hour", usd_per_gb_hour),
+        ("inter_node_latency_s", inter_node_latency_s),
+    ):
+        if number is not None:
+            _check_number(name, number, above=-1e-300)
+    out = _configurations(frame)
+    local, nodes, devices, accumulation = (
+        out[name].to_numpy(float) for name in ("local_batch_size", *OPTIONAL_COLUMNS)
+    )
+    world = nodes * devices
+    step = formulas.step_time(
+        bundle["step_time"],
+        local,
+        nodes,
+        devices,
+        accumulation,
+        level=level,
+        bandwidth_bytes_per_s=inter_node_bandwidth_bytes_per_s,
+        latency_s=inter_node_latency_s,
+    )
+    _put(out, "step_time_s", step)
+    memory = _memory(bundle, local, world, level)
+    _put(out, "peak_memory_bytes", memory)
+    samples = out["global_batch_size"].to_numpy(float)
+    _put(out, "throughput", (samples / step[0], samples / step[2], samples / step[1]))
+    workload = bundle["workload"]
+    size = int(dataset_size or workload["dataset_size"])
+    steps = formulas.steps_per_epoch(size, samples, bool(workload.get("drop_last", True)))
+    epoch = (steps * step[0], steps * step[1], steps * step[2])
+    _put(out, "epoch_time_s", epoch)
+    reach = _convergence(bundle, samples, level)
+    _put(out, "epochs_to_target", reach[:3])
+    target = formulas.product_interval(epoch, reach[:3])
+    _put(out, "time_to_target_s", target)
+    prices = {"usd_per_device_hour": usd_per_device_hour, "usd_per_gb_hour": usd_per_gb_hour}
+    out["cost_usd"] = formulas.dollars(epoch[0] * (epochs or 1.0), world, memory[0], **prices)
+    out["cost_to_target_usd"] = formulas.dollars(target[0], world, memory[0], **prices)
+    out["extrapolated"] = formulas.is_extrapolated(bundle["step_time"], local, nodes, devices)
+    limit = memory_limit_bytes or bundle["hardware"]["device_memory_bytes"]
+    out["fits"], out["fits_reason"] = _fits(bundle, out, memory, float(limit), size)
+    out["may_not_reach_target"] = reach[3]
+    return out
+
+
+def _put(out: pd.DataFrame, name: str, parts: tuple[Array, ...]) -> None:
+    """Three columns of one quantity."""
+    out[name], out[f"{name}_lower"], out[f"{name}_upper"] = parts
+
+
+def _check_number(
+    name: str, value: Any, *, above: float = -math.inf, below: float = math.inf
+) -> None:
+    """Raise ValueError unless `value` is a number strictly between the bounds."""
+    number = isinstance(value, (int, float, np.integer, np.floating))
+    if not number or isinstance(value, bool) or not above < value < below:
+        rule = (
+            f"above {max(above, 0.0):g}"
+            if below == math.inf
+            else f"between {above:g} and {below:g}"
+        )
+        raise ValueError(f"{name} must be a finite number {rule}, not {value!r}")
+
+
+def _configurations(frame: pd.DataFrame) -> pd.DataFrame:
+    """The checked configuration columns of every row, both batch sizes filled in."""
+    if not isinstance(frame, pd.DataFrame):
+        raise ValueError(f"predict needs a pandas DataFrame, not {type(frame).__name__}")
+    given = [name for name in BATCH_COLUMNS if name in frame.columns]
+    if len(given) != 1:
+        found = "both" if given else f"only {[str(name) for name in frame.columns]}"
+        raise ValueError(
+            "predict needs exactly one of the columns local_batch_size and global_batch_size, "
+            f"not {found}"
+        )
+    known = (*BATCH_COLUMNS, *OPTIONAL_COLUMNS)
+    for name in frame.columns:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.75)
+        if name not in known and near:
+            raise ValueError(f"column {name!r} is unknown: did you mean {near[0]!r}?")
+    counts = {name: _count_column(frame, name) for name in OPTIONAL_COLUMNS}
+    parts = counts["nodes"] * counts["devices_per_node"] * counts["accumulation_steps"]
+    asked = _count_column(frame, given[0])
+    if given[0] == "local_batch_size":
+        local, samples = asked, asked * parts
+    else:
+        local, samples = asked // parts, asked
+        wrong = np.flatnonzero(local * parts != samples)
+        if len(wrong):
+            raise ValueError(_indivisible(int(asked[wrong[0]]), int(parts[wrong[0]])))
+    return pd.DataFrame(
+        {"local_batch_size": local, "global_batch_size": samples, **counts}, index=frame.index
+    )
+
+
+def _count_column(frame: pd.DataFrame, name: str) -> NDArray[np.int64]:
+    """A column of whole numbers of at least one; ones when the column is absent."""
+    if name not in frame.columns:
+        return np.ones(len(frame), np.int64)
+    column = frame[name]
+    if list(frame.columns).count(name) > 1:
+        raise ValueError(f"column {name!r} stands twice; keep one of them")
+    try:
+        values = np.asarray(column.to_numpy(), dtype=float)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"column {name!r} must hold whole numbers") from error
+    bad = ~(np.isfinite(values) & (values >= 1) & (values <= MAX_COUNT) & (values % 1 == 0))
+    if column.dtype == bool or bad.any():
+        row = int(np.argmax(bad))
+        raise ValueError(
+            f"{name} must be a whole number from 1 to {MAX_COUNT}, not "
+            f"{column.iloc[row]!r} (row {row + 1})"
+        )
+    return values.astype(np.int64)
+
+
+def _indivisible(samples: int, parts: int) -> str:
+    """The message for a global batch that cannot be shared out."""
+    below = samples // parts * parts
+    near = f"{below} and {below + parts}" if below else f"{parts}"
+    return (
+        f"global_batch_size {samples} cannot be shared out over {parts} = nodes x "
+        f"devices_per_node x accumulation_steps: the nearest valid sizes are {near}"
+    )
+
+
+def _memory(
+    bundle: Mapping[str, Any], local: Array, world: Array, level: float
+) -> tuple[Array, Array, Array]:
+    """Peak bytes of a rank with its interval, or NaN where memory was never measured."""
+    if bundle.get("memory") is None:
+        unknown = np.full(local.shape, np.nan)
+        return unknown, unknown, unknown
+    value, lower, upper = formulas.peak_memory(bundle["memory"], local, world, level)
+    return value, lower, upper
+
+
+def _convergence(
+    bundle: Mapping[str, Any], samples: Array, level: float
+) -> tuple[Array, Array, Array, NDArray[np.bool_]]:
+    """Epochs to the target with their interval, NaN without convergence data."""
+    if bundle.get("convergence") is None:
+        unknown = np.full(samples.shape, np.nan)
+        return unknown, unknown, unknown, np.zeros(samples.shape, bool)
+    value, lower, upper, doubtful = formulas.epochs_to_target(bundle["convergence"], samples, level)
+    return value, lower, upper, doubtful
+
+
+def _fits(
+    bundle: Mapping[str, Any],
+    out: pd.DataFrame,
+    memory: tuple[Array, Array, Array],
+    limit: float,
+    dataset_size: int,
+) -> tuple[NDArray[np.bool_], NDArray[np.object_]]:
+    """Whether each row runs in `limit` bytes, and why: what was run first, then the interval."""
+    local = out["local_batch_size"].to_numpy()
+    world = (out["nodes"] * out["devices_per_node"]).to_numpy()
+    ran = _probed(bundle["probed"]["ok"], local, world)
+    failed = _probed(bundle["probed"]["oom"], local, world) & ~ran
+    largest = max((row[0] for row in bundle["probed"]["ok"]), default=0)
+    far = local > UNVERIFIED_LIMIT * largest
+    unknown = np.isnan(memory[2])
+    measured_limit = float(bundle["hardware"]["device_memory_bytes"])
+    rules = [
+        (failed, False, "ran out of memory when measured"),
+        (out["global_batch_size"].to_numpy() > dataset_size, False, "larger than the dataset"),
+        (ran & unknown & (limit >= measured_limit), True, "was run"),
+        (ran & (memory[0] <= limit), True, "was run, within the limit"),
+        (far, False, "beyond 4x the largest measured batch size; run it once to verify"),
+        (unknown, True, "memory not measured; within 4x the largest batch size that ran"),
+        (memory[2] <= limit, True, "the interval's upper end is within the limit"),
+        (memory[0] <= limit, False, "predicted within the limit, but not surely; run it once"),
+    ]
+    fits = np.select([r[0] for r in rules], [r[1] for r in rules], False)
+    reason = np.select([r[0] for r in rules], [r[2] for r in rules], "predicted above the limit")
+    return fits.astype(bool), reason.astype(object)
+
+
+def _probed(rows: list[list[int]], local: Array, world: Array) -> NDArray[np.bool_]:
+    """Which questions are among the measured (local batch size, world size) pairs."""
+    known = {(int(row[0]), int(row[1])) for row in rows}
+    return np.array([pair in known for pair in zip(local, world, strict=True)], bool)
