@@ -1,0 +1,245 @@
+"""The question and its curve: candidates on clusters, each with all that the bundle predicts.
+
+A `Request` is the checked question. `make_curve` lists the candidate batch sizes, cuts each into
+local batch and accumulation steps, asks the bundle, and marks what misses a limit and what lies on
+the Pareto front of time and cost.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mlflow_tula.batches import check_candidates, divisors
+from mlflow_tula.errors import ExtrapolationWarning, InvalidInputError, MayNotReachTargetWarning
+from mlflow_tula.knee import KneeRule
+from mlflow_tula.recommendation import CurvePoint, Objective
+from mlflow_tula.specs import ClusterSpec, Pricing, check_choice, check_int, check_real
+
+if TYPE_CHECKING:
+    from mlflow_tula.predictors.bundle import PredictorBundle
+
+MAX_ACCUMULATION_STEPS = 256
+BEYOND_PROBES = 4
+"""Default candidates reach this many times the largest measured local batch size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The arguments of `recommend`, checked."""
+
+    bundle: PredictorBundle
+    clusters: tuple[ClusterSpec, ...]
+    candidates: tuple[int, ...] | None
+    objective: Objective
+    epochs: float | None
+    deadline_s: float | None
+    budget_usd: float | None
+    memory_limit_bytes: float | None
+    pricing: Pricing | None
+    current: int | None
+    accumulation_steps: int | None
+    dataset_size: int
+    knee_rule: KneeRule
+    level: float
+
+    def __post_init__(self) -> None:
+        """State the rule, the value and the way out of each bad argument."""
+        check_choice("objective", self.objective, Objective)
+        check_choice("knee rule", self.knee_rule, KneeRule)
+        check_int("dataset_size", self.dataset_size)
+        for name in ("epochs", "deadline_s", "budget_usd", "memory_limit_bytes"):
+            if getattr(self, name) is not None:
+                check_real(name, getattr(self, name), strict=True)
+        for name in ("current", "accumulation_steps"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name))
+        if not self.clusters or not all(isinstance(c, ClusterSpec) for c in self.clusters):
+            raise InvalidInputError("cluster must be a ClusterSpec or a non-empty list of them")
+        if self.to_target and self.bundle.convergence is None:
+            raise InvalidInputError(
+                f"objective {self.objective} needs convergence data: fit the bundle with a table "
+                "of global_batch_size and epochs_to_target (fit(table, convergence=frame)), or "
+                "choose knee, min_time or min_cost"
+            )
+        if self.objective.startswith("min_cost") and self.pricing is None:
+            raise InvalidInputError(
+                f"objective {self.objective} needs pricing: usd_per_device_hour or usd_per_gb_hour"
+            )
+        if self.budget_usd is not None and self.pricing is None:
+            raise InvalidInputError(
+                "budget_usd needs pricing: usd_per_device_hour or usd_per_gb_hour"
+            )
+        limit = "deadline_s" if self.deadline_s is not None else "budget_usd"
+        if getattr(self, limit) is not None and self.epochs is None and not self.to_target:
+            raise InvalidInputError(
+                f"{limit} needs the length of the run: give epochs, or an objective to a target"
+            )
+
+    @property
+    def to_target(self) -> bool:
+        """Whether time and cost are counted until the target is reached."""
+        return self.objective.endswith("_to_target")
+
+    @property
+    def basis(self) -> str:
+        """What time and cost are of."""
+        if self.to_target:
+            return "to target"
+        return "one epoch" if self.epochs is None else f"{self.epochs:g} epochs"
+
+    @property
+    def cost_field(self) -> str:
+        """Which cost column the objective counts."""
+        return "cost_to_target_usd" if self.to_target else "cost_usd"
+
+
+def make_curve(request: Request) -> tuple[CurvePoint, ...]:
+    """Every candidate on every cluster with its predictions, smaller worlds and batches first."""
+    sizes = _global_sizes(request)
+    points: list[CurvePoint] = []
+    for cluster in sorted(set(request.clusters), key=lambda c: (c.world_size, c.nodes)):
+        here = [size for size in sizes if size % cluster.world_size == 0]
+        if request.candidates is None:
+            here = _default_sizes(request, cluster)
+        points += _predict(request, cluster, _layouts(request, cluster, here))
+    return _mark_pareto(request, _apply_limits(request, points))
+
+
+def _global_sizes(request: Request) -> list[int]:
+    """The candidates that were asked for, checked; empty for the default."""
+    worlds = sorted({cluster.world_size for cluster in request.clusters})
+    if request.dataset_size < worlds[0]:
+        raise InvalidInputError(
+            f"a dataset of {request.dataset_size} samples cannot feed {worlds[0]} ranks: "
+            "use fewer devices"
+        )
+    if request.candidates is None:
+        return []
+    return check_candidates(
+        request.candidates, world_sizes=worlds, dataset_size=request.dataset_size
+    )
+
+
+def _default_sizes(request: Request, cluster: ClusterSpec) -> list[int]:
+    """World size times powers of two, from a quarter of the smallest probe to 4x the largest."""
+    probed = [local for local, _ in request.bundle.probed.ok]
+    steps = request.accumulation_steps or 1
+    world = cluster.world_size * steps
+    bound = min(request.dataset_size // world, BEYOND_PROBES * max(probed))
+    smallest = 2 ** max(0, math.floor(math.log2(min(probed) / BEYOND_PROBES)))
+    local = [2**k for k in range(48) if smallest <= 2**k <= bound] or ([bound] if bound else [])
+    sizes = {world * size for size in {*local, *(p for p in probed if p <= bound)}}
+    current = request.current
+    if current is not None and current % world == 0 and current <= world * bound:
+        sizes.add(current)
+    return sorted(sizes)
+
+
+def _layouts(request: Request, cluster: ClusterSpec, sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """(local batch size, accumulation steps) of each global size, accumulation where it must."""
+    world, steps = cluster.world_size, request.accumulation_steps
+    if steps is not None:
+        return [(size // world // steps, steps) for size in sizes if size % (world * steps) == 0]
+    layouts = [(size // world, 1) for size in sizes]
+    if request.candidates is None:
+        return layouts
+    found = []
+    for point in _predict(request, cluster, layouts):
+        local, best = point.local_batch_size, (point.local_batch_size, 1)
+        if not point.fits:
+            options = [(local // d, d) for d in divisors(local, largest=MAX_ACCUMULATION_STEPS)]
+            fitting = [p for p in _predict(request, cluster, options[1:]) if p.fits]
+            if fitting:
+                best = (fitting[0].local_batch_size, fitting[0].accumulation_steps)
+        found.append(best)
+    return found
+
+
+def _predict(
+    request: Request, cluster: ClusterSpec, layouts: Sequence[tuple[int, int]]
+) -> list[CurvePoint]:
+    """One point a layout, from the bundle."""
+    import pandas as pd
+
+    if not len(layouts):
+        return []
+    frame = pd.DataFrame(layouts, columns=["local_batch_size", "accumulation_steps"]).assign(
+        nodes=cluster.nodes, devices_per_node=cluster.devices_per_node
+    )
+    with warnings.catch_warnings():
+        # Both are facts of the points, and come back as warnings of the choice where they matter.
+        warnings.simplefilter("ignore", ExtrapolationWarning)
+        warnings.simplefilter("ignore", MayNotReachTargetWarning)
+        out = request.bundle.predict(
+            frame,
+            level=request.level,
+            memory_limit_bytes=request.memory_limit_bytes,
+            dataset_size=request.dataset_size,
+            epochs=request.epochs,
+            pricing=request.pricing,
+            inter_node_bandwidth_bytes_per_s=cluster.inter_node_bandwidth_bytes_per_s,
+            inter_node_latency_s=cluster.inter_node_latency_s,
+        )
+    return [_point(request, record) for record in out.to_dict("records")]
+
+
+def _point(request: Request, record: dict[Any, Any]) -> CurvePoint:
+    """A row of predictions as a CurvePoint: NaN becomes None, the objective's time is filled in."""
+    names = set(CurvePoint.__dataclass_fields__)
+    values = {str(name): _plain(value) for name, value in record.items() if str(name) in names}
+    source, factor = "epoch_time_s", request.epochs or 1.0
+    if request.to_target:
+        source, factor = "time_to_target_s", 1.0
+    for end in ("", "_lower", "_upper"):
+        seconds = values.get(f"{source}{end}")
+        values[f"time_s{end}"] = None if seconds is None else seconds * factor
+    return CurvePoint(**values)
+
+
+def _plain(value: Any) -> Any:
+    """A numpy scalar as a Python one; what is not finite is not known."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _apply_limits(request: Request, curve: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:
+    """Mark the points that miss the deadline or the budget."""
+
+    def meets(point: CurvePoint) -> bool:
+        return all(
+            value is not None and value <= limit for _, value, limit in limits(request, point)
+        )
+
+    return tuple(replace(point, meets_limits=meets(point)) for point in curve)
+
+
+def limits(request: Request, point: CurvePoint) -> list[tuple[str, float | None, float]]:
+    """(name, value, limit) of each limit asked for."""
+    found = []
+    if request.deadline_s is not None:
+        found.append(("deadline_s", point.time_s, request.deadline_s))
+    if request.budget_usd is not None:
+        cost: float | None = getattr(point, request.cost_field)
+        found.append(("budget_usd", cost, request.budget_usd))
+    return found
+
+
+def _mark_pareto(request: Request, curve: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
+    """Mark the points that fit and that no other beats in both time and cost (or device time)."""
+
+    def price(point: CurvePoint) -> float:
+        cost: float | None = getattr(point, request.cost_field)
+        return cost if cost is not None else (point.time_s or 0.0) * point.world_size
+
+    known = [point for point in curve if point.fits and point.time_s is not None]
+    front: set[int] = set()
+    cheapest = math.inf
+    for point in sorted(known, key=lambda p: (p.time_s, price(p), p.global_batch_size)):
+        if price(point) < cheapest:
+            cheapest = price(point)
+            front.add(id(point))
+    return tuple(replace(point, on_pareto=id(point) in front) for point in curve)

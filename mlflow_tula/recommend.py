@@ -1,0 +1,268 @@
+"""Recommend: a bundle, a cluster and an objective -> the batch size to train with, and why.
+
+    candidates -> predictions -> what fits -> what meets the limits -> the objective's choice
+
+The choice among candidates that differ by less than their intervals is the current one, else the
+smaller batch (METHOD: low error and a good choice are different goals; `knee.py` has the rules).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mlflow_tula.curve import Request, limits, make_curve
+from mlflow_tula.errors import InvalidInputError
+from mlflow_tula.knee import (
+    DEFAULT_RULE,
+    DIMINISHING_TOLERANCE,
+    KneeRule,
+    Settled,
+    choose_knee,
+    choose_minimum,
+    relative_noise,
+)
+from mlflow_tula.recommendation import CurvePoint, Objective, Recommendation
+from mlflow_tula.specs import ClusterSpec, Pricing
+
+if TYPE_CHECKING:
+    from mlflow_tula.predictors.bundle import PredictorBundle
+
+__all__ = ["CurvePoint", "KneeRule", "Objective", "Recommendation", "recommend"]
+
+
+def recommend(
+    bundle: PredictorBundle,
+    *,
+    cluster: ClusterSpec | Sequence[ClusterSpec],
+    candidates: Sequence[int] | None = None,
+    objective: Objective = "knee",
+    epochs: float | None = None,
+    deadline_s: float | None = None,
+    budget_usd: float | None = None,
+    memory_limit_bytes: float | None = None,
+    pricing: Pricing | None = None,
+    current_global_batch_size: int | None = None,
+    accumulation_steps: int | None = None,
+    dataset_size: int | None = None,
+    knee_rule: KneeRule = DEFAULT_RULE,
+    level: float = 0.9,
+) -> Recommendation:
+    """Choose the batch size, the accumulation and (of several clusters) the cluster.
+
+    Args:
+        bundle: the fitted predictors of this workload on this hardware.
+        cluster: what to train on; of several, (cluster, batch) pairs are ranked together.
+        candidates: global batch sizes; None means powers of two per rank, bounded by the dataset
+            and by four times the largest measured local batch size.
+        objective: `knee` (where a larger batch stops paying), `min_time`, `min_cost`,
+            `min_time_to_target` or `min_cost_to_target`.
+        epochs: length of the run that deadline, budget, time and cost are about; one epoch if None.
+        deadline_s: longest time allowed.
+        budget_usd: most dollars allowed; needs `pricing`.
+        memory_limit_bytes: what one device may use; the device's memory when None.
+        pricing: dollars per device hour, per GB hour, or both.
+        current_global_batch_size: kept unless another gains more than the intervals leave open.
+        accumulation_steps: fixes them; None means 1, and more only for a candidate that was asked
+            for and does not fit otherwise.
+        dataset_size: training samples; the workload's when None.
+        knee_rule: `diminishing_returns` or `kneedle`.
+        level: probability of the intervals.
+
+    Raises:
+        InvalidInputError: a bad value, an objective without the data it needs, or no candidate
+            that fits and meets the limits (the message names the nearest miss).
+    """
+    request = Request(
+        bundle=bundle,
+        clusters=(cluster,) if isinstance(cluster, ClusterSpec) else tuple(cluster),
+        candidates=None if candidates is None else tuple(candidates),
+        objective=objective,
+        epochs=epochs,
+        deadline_s=deadline_s,
+        budget_usd=budget_usd,
+        memory_limit_bytes=memory_limit_bytes,
+        pricing=pricing,
+        current=current_global_batch_size,
+        accumulation_steps=accumulation_steps,
+        dataset_size=bundle.workload.dataset_size if dataset_size is None else dataset_size,
+        knee_rule=knee_rule,
+        level=level,
+    )
+    curve = make_curve(request)
+    allowed = _allowed(request, curve)
+    chosen, reasons = _choose(request, allowed)
+    return Recommendation(
+        global_batch_size=chosen.global_batch_size,
+        local_batch_size=chosen.local_batch_size,
+        accumulation_steps=chosen.accumulation_steps,
+        nodes=chosen.nodes,
+        devices_per_node=chosen.devices_per_node,
+        objective=objective,
+        basis=request.basis,
+        curve=curve,
+        reasons=reasons,
+        warnings=_warnings(request, chosen),
+        level=level,
+        workload=bundle.workload.slug,
+        hardware=bundle.hardware.slug,
+        knee_rule=knee_rule if objective == "knee" else "",
+    )
+
+
+def _allowed(request: Request, curve: Sequence[CurvePoint]) -> list[CurvePoint]:
+    """The points that fit and meet the limits, or an error that names the nearest miss."""
+    fitting = [point for point in curve if point.fits]
+    if not fitting:
+        nearest = min(curve, key=lambda p: (p.peak_memory_bytes or 0.0, p.local_batch_size))
+        raise InvalidInputError(
+            f"no candidate fits: the nearest is global batch size {nearest.global_batch_size} "
+            f"({nearest.layout}): {nearest.fits_reason}; give a larger memory limit, smaller "
+            "candidates, or measure it"
+        )
+    field = request.cost_field if "cost" in request.objective else "time_s"
+    known = [point for point in fitting if getattr(point, field) is not None]
+    if not known:
+        raise InvalidInputError(
+            f"objective {request.objective} has no {field} for any candidate: "
+            "a price per GB needs measured peak memory, a target needs convergence data"
+        )
+    allowed = [point for point in known if point.meets_limits]
+    if allowed:
+        return allowed
+
+    def excess(point: CurvePoint) -> float:
+        return max((value or math.inf) / limit for _, value, limit in limits(request, point))
+
+    nearest = min(known, key=excess)
+    misses = [
+        f"{name} {limit:g} (it takes {value:.4g})" if value is not None else f"{name} {limit:g}"
+        for name, value, limit in limits(request, nearest)
+        if value is None or value > limit
+    ]
+    raise InvalidInputError(
+        f"no candidate meets {' and '.join(misses)} over {request.basis}: that is the nearest, "
+        f"global batch size {nearest.global_batch_size} on {nearest.world_size} ranks"
+    )
+
+
+def _choose(request: Request, allowed: Sequence[CurvePoint]) -> tuple[CurvePoint, tuple[str, ...]]:
+    """The objective's choice among the allowed points, and the reasons in words."""
+    if request.objective == "knee":
+        return _choose_knee(request, allowed)
+    field = request.cost_field if "cost" in request.objective else "time_s"
+    values = [float(getattr(point, field)) for point in allowed]
+    current = [i for i, p in enumerate(allowed) if p.global_batch_size == request.current]
+    settled = choose_minimum(values, _noise(allowed), current=current)
+    chosen, best = allowed[settled.index], allowed[int(np.argmin(values))]
+    what = "cheapest" if "cost" in request.objective else "fastest"
+    reasons = [
+        f"{_name(best)} is the {what} {request.basis}: {_amount(request, field, best)}",
+    ]
+    if chosen is not best:
+        loss = getattr(chosen, field) / getattr(best, field) - 1.0
+        why = "the current choice stays" if settled.kept_current else "the smaller one wins the tie"
+        reasons.append(
+            f"{_name(chosen)} comes within {loss:.1%} of it, less than the "
+            f"{settled.noise:.0%} that the intervals leave open: {why}"
+        )
+    return chosen, tuple(reasons)
+
+
+def _choose_knee(
+    request: Request, allowed: Sequence[CurvePoint]
+) -> tuple[CurvePoint, tuple[str, ...]]:
+    """The knee of each cluster's curve, then the fewest devices that come near the best of them."""
+    knees: list[tuple[CurvePoint, Settled, list[CurvePoint]]] = []
+    for cluster in dict.fromkeys((p.nodes, p.devices_per_node) for p in allowed):
+        here = [p for p in allowed if (p.nodes, p.devices_per_node) == cluster]
+        sizes = [p.global_batch_size for p in here]
+        current = sizes.index(request.current) if request.current in sizes else None
+        times = [float(p.time_s or 0.0) for p in here]
+        settled = choose_knee(sizes, times, _noise(here), rule=request.knee_rule, current=current)
+        knees.append((here[settled.index], settled, here))
+    fastest = min(float(point.time_s or 0.0) for point, _, _ in knees)
+    chosen, settled, here = next(
+        entry
+        for entry in knees
+        if float(entry[0].time_s or 0.0) <= (1.0 + DIMINISHING_TOLERANCE) * fastest
+    )
+    return chosen, tuple(_knee_reasons(request, chosen, settled, here, len(knees)))
+
+
+def _knee_reasons(
+    request: Request,
+    chosen: CurvePoint,
+    settled: Settled,
+    here: Sequence[CurvePoint],
+    num_clusters: int,
+) -> list[str]:
+    """Why the knee is where it is, in words."""
+    time = float(chosen.time_s or 0.0)
+    best = min(here, key=lambda p: float(p.time_s or 0.0))
+    saved = 1.0 - float(best.time_s or 0.0) / time
+    reasons = []
+    if best is chosen:
+        reasons.append(f"{_name(chosen)} is the fastest that fits ({request.basis})")
+    else:
+        reasons.append(
+            f"a batch larger than {chosen.global_batch_size} saves at most {saved:.0%} of the time "
+            f"({request.basis}; the best is {best.global_batch_size})"
+        )
+    smaller = [p for p in here if p.global_batch_size < chosen.global_batch_size]
+    if smaller:
+        extra = float(smaller[-1].time_s or 0.0) / time - 1.0
+        reasons.append(f"{smaller[-1].global_batch_size} would take {extra:.0%} longer")
+    if settled.kept_current:
+        reasons.append(
+            f"the current {chosen.global_batch_size} stays: the rule alone says "
+            f"{here[settled.by_rule].global_batch_size}, but the intervals leave "
+            f"{settled.noise:.0%} open"
+        )
+    if num_clusters > 1:
+        reasons.append(
+            f"{chosen.world_size} ranks are the fewest within {DIMINISHING_TOLERANCE:.0%} of the "
+            "fastest cluster"
+        )
+    return reasons
+
+
+def _noise(points: Sequence[CurvePoint]) -> list[float]:
+    """Each point's relative half interval of time."""
+    ends = np.array([(p.time_s_lower, p.time_s_upper) for p in points], dtype=np.float64)
+    return [float(share) for share in relative_noise(ends[:, 0], ends[:, 1])]
+
+
+def _name(point: CurvePoint) -> str:
+    ranks = "" if point.world_size == 1 else f" on {point.world_size} ranks"
+    return f"{point.global_batch_size}{ranks}"
+
+
+def _amount(request: Request, field: str, point: CurvePoint) -> str:
+    value = float(getattr(point, field))
+    return f"${value:,.4g}" if "cost" in field else f"{value:,.4g} s"
+
+
+def _warnings(request: Request, chosen: CurvePoint) -> tuple[str, ...]:
+    """What a person should know before they rely on the choice."""
+    found = list(request.bundle.report.warnings)
+    if chosen.extrapolated:
+        found.append(
+            f"{_name(chosen)} lies beyond what was measured: measure it before you rely on it"
+        )
+    if chosen.may_not_reach_target and request.to_target:
+        found.append(f"some runs at batch sizes like {chosen.global_batch_size} missed the target")
+    upper = chosen.time_s_upper
+    if request.deadline_s is not None and upper is not None and upper > request.deadline_s:
+        found.append(
+            f"the deadline of {request.deadline_s:g} s is met by the prediction of "
+            f"{chosen.time_s:,.4g} s, but its interval reaches {upper:,.4g} s"
+        )
+    if chosen.peak_memory_bytes is None:
+        found.append("memory was not measured: whether the choice fits is not known")
+    if chosen.local_batch_size == 1:
+        found.append("a local batch of 1 breaks batch normalisation in training")
+    return tuple(dict.fromkeys(found))
