@@ -35,8 +35,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def knee(
-    batch_sizes: Sequence[float],
-    values: Sequence[float],
+    batch_sizes: npt.ArrayLike,
+    values: npt.ArrayLike,
     *,
     rule: KneeRule = DEFAULT_RULE,
     tolerance: float = DIMINISHING_TOLERANCE,
@@ -47,7 +47,7 @@ def knee(
     return diminishing_returns(batch_sizes, values, tolerance=tolerance)
 
 
-def kneedle(batch_sizes: Sequence[float], values: Sequence[float]) -> int:
+def kneedle(batch_sizes: npt.ArrayLike, values: npt.ArrayLike) -> int:
     """Index of the Kneedle point of a falling, convex curve; a curve without one gives the best.
 
     Only the part up to the minimum is looked at: behind it a larger batch costs time.
@@ -70,8 +70,8 @@ def kneedle(batch_sizes: Sequence[float], values: Sequence[float]) -> int:
 
 
 def diminishing_returns(
-    batch_sizes: Sequence[float],
-    values: Sequence[float],
+    batch_sizes: npt.ArrayLike,
+    values: npt.ArrayLike,
     *,
     tolerance: float = DIMINISHING_TOLERANCE,
 ) -> int:
@@ -94,8 +94,8 @@ class Settled:
 
 
 def choose_minimum(
-    values: Sequence[float],
-    noise: Sequence[float],
+    values: npt.ArrayLike,
+    noise: npt.ArrayLike,
     *,
     current: Sequence[int] = (),
 ) -> Settled:
@@ -126,9 +126,9 @@ def choose_minimum(
 
 
 def choose_knee(
-    batch_sizes: Sequence[float],
-    values: Sequence[float],
-    noise: Sequence[float],
+    batch_sizes: npt.ArrayLike,
+    values: npt.ArrayLike,
+    noise: npt.ArrayLike,
     *,
     rule: KneeRule = DEFAULT_RULE,
     current: int | None = None,
@@ -163,7 +163,7 @@ def relative_noise(lower: Floats, upper: Floats) -> Floats:
     return np.where(np.isfinite(noise), np.maximum(noise, 0.0), 0.0)
 
 
-def _checked(batch_sizes: Sequence[float], values: Sequence[float]) -> tuple[Floats, Floats]:
+def _checked(batch_sizes: npt.ArrayLike, values: npt.ArrayLike) -> tuple[Floats, Floats]:
     """Both as arrays: ascending positive sizes, positive finite values."""
     sizes = np.asarray(batch_sizes, dtype=np.float64)
     times = np.asarray(values, dtype=np.float64)

@@ -1,0 +1,365 @@
+"""Which batch size and world size to measure next: full search, and an adaptive partial one.
+
+A search is asked again after every probe, with the table as it stands, and answers with the next
+`Probe` or None; `reason` then says why this one, or why it stopped. Rows that ran out of memory or
+failed are answers too: feasibility is a map, not a threshold, and nothing is probed twice.
+
+`PartialSearch` measures the ends first and the middle, two sizes of a second world size, and then
+whatever is worth most to the decision per second it costs: the predictions and their intervals are
+drawn as random curves, and the value of a probe is by how much knowing its outcome would lower the
+expected loss of the choice (the knowledge gradient of sequential design; Frazier, Powell and
+Dayanik, "A Knowledge-Gradient Policy for Sequential Information Collection", 2008).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mlflow_tula.batches import candidate_batch_sizes
+from mlflow_tula.errors import InvalidInputError, TulaWarning
+from mlflow_tula.fit import fit
+from mlflow_tula.knee import Floats, diminishing_returns, relative_noise
+from mlflow_tula.predictors.bundle import PredictorBundle
+from mlflow_tula.predictors.convergence import ConvergencePredictor
+from mlflow_tula.probes import (
+    Probe,
+    SearchCost,
+    answers_of,
+    expected_probe_time_s,
+    full_search_cost,
+)
+from mlflow_tula.specs import check_int, check_real
+from mlflow_tula.table import ProfileTable
+
+__all__ = [
+    "FullSearch",
+    "PartialSearch",
+    "Probe",
+    "Search",
+    "SearchCost",
+    "candidate_batch_sizes",
+    "expected_probe_time_s",
+    "full_search_cost",
+]
+
+MAX_FAILURES = 3
+"""So many failed probes, and none that worked: something else than the batch size is wrong."""
+ENOUGH = 0.01
+"""Expected loss of the decision, as a share of its time, below which no probe is worth its time."""
+_DRAWS = 256
+_Z90 = 1.645
+_MEASURED_NOISE = 0.02
+_FIRST_SHARE = 1 / 3
+
+
+class Search(Protocol):
+    """What the profiler asks after every probe."""
+
+    reason: str
+
+    def next_probe(self, table: ProfileTable, elapsed_s: float) -> Probe | None:
+        """The next configuration to measure, or None to stop; `reason` says why."""
+
+
+class FullSearch:
+    """Every candidate once, small worlds and small batches first."""
+
+    def __init__(self, candidates: Sequence[Probe], *, time_budget_s: float | None = None) -> None:
+        """Take the candidates; a time budget ends the search early."""
+        self.candidates = _checked(candidates)
+        self.time_budget_s = _budget(time_budget_s)
+        self.reason = ""
+
+    def next_probe(self, table: ProfileTable, elapsed_s: float) -> Probe | None:
+        """The first candidate without a row."""
+        answers = answers_of(table)
+        open_probes = [probe for probe in self.candidates if probe not in answers]
+        if hopeless := _only_failures(table):
+            self.reason = hopeless
+            return None
+        if not open_probes:
+            self.reason = f"all {len(self.candidates)} candidates were measured"
+            return None
+        if self.time_budget_s is not None and elapsed_s >= self.time_budget_s:
+            self.reason = (
+                f"the time budget of {self.time_budget_s:g} s ended with {len(open_probes)} of "
+                f"{len(self.candidates)} candidates not measured"
+            )
+            return None
+        self.reason = f"full search: {len(open_probes)} candidates left"
+        return open_probes[0]
+
+
+class PartialSearch:
+    """Few probes: the ends, the middle, a second world size, then what the decision needs.
+
+    Args:
+        candidates: every configuration that could be asked about.
+        time_budget_s: bound of the whole sweep; a probe that would not fit in it is not begun.
+        max_local_batch_size: nothing larger is probed (an estimate of memory, where there is one).
+        convergence: with it the decision is the least time to target, without it the knee of
+            epoch time.
+        min_probes: so many answers of the first world size before it may stop.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Probe],
+        *,
+        time_budget_s: float | None = None,
+        max_local_batch_size: int | None = None,
+        convergence: ConvergencePredictor | None = None,
+        min_probes: int = 4,
+    ) -> None:
+        """Take the candidates; see the class for the rest."""
+        self.candidates = _checked(candidates)
+        self.time_budget_s = _budget(time_budget_s)
+        self.max_local_batch_size = max_local_batch_size
+        if max_local_batch_size is not None:
+            check_int("max_local_batch_size", max_local_batch_size)
+        self.convergence = convergence
+        self.min_probes = check_int("min_probes", min_probes)
+        self.reason = ""
+
+    def next_probe(self, table: ProfileTable, elapsed_s: float) -> Probe | None:
+        """The next configuration to measure, or None to stop."""
+        if hopeless := _only_failures(table):
+            self.reason = hopeless
+            return None
+        answers = answers_of(table)
+        left = None if self.time_budget_s is None else self.time_budget_s - elapsed_s
+        wanted = self._outline(table, answers, left) or self._worth_most(table, answers, left)
+        if wanted is None:
+            return None
+        if left is not None and answers:
+            expected = expected_probe_time_s(table, wanted)
+            if expected > left:
+                self.reason = (
+                    f"the time budget of {self.time_budget_s:g} s: the next probe would take "
+                    f"about {expected:.0f} s, {max(left, 0.0):.0f} s are left"
+                )
+                return None
+        return wanted
+
+    def _outline(
+        self, table: ProfileTable, answers: Mapping[Probe, str], left_s: float | None
+    ) -> Probe | None:
+        """Ends and middle of the first world size, ends of the last and the middle one."""
+        groups = self._groups(answers)
+        for number in dict.fromkeys((0, len(groups) - 1, len(groups) // 2)):
+            group = groups[number]
+            where = f"world size {group[0].world_size}"
+            found = _end(table, group, answers, left_s)
+            if found is not None:
+                probe, what = found
+            elif number == 0 and (middle := _middle(group, answers)) is not None:
+                probe, what = middle, "the middle"
+            else:
+                continue
+            self.reason = f"{what} of {where}: local batch size {probe.local_batch_size}"
+            return probe
+        return None
+
+    def _groups(self, answers: Mapping[Probe, str]) -> list[list[Probe]]:
+        """Candidates by layout; what ran out of memory on fewer ranks is not tried on more."""
+        too_large = {
+            (probe.world_size, probe.local_batch_size)
+            for probe, status in answers.items()
+            if status == "oom"
+        }
+        groups: dict[tuple[int, int, int], list[Probe]] = {}
+        bound = self.max_local_batch_size
+        for probe in self.candidates:
+            groups.setdefault(probe.layout, [])
+            within = bound is None or probe.local_batch_size <= bound
+            hopeless = any(
+                size == probe.local_batch_size and world < probe.world_size
+                for world, size in too_large
+            )
+            if probe in answers or (within and not hopeless):
+                groups[probe.layout].append(probe)
+        kept = [group for group in groups.values() if group]
+        if not kept:
+            raise InvalidInputError(
+                f"no candidate has a local batch size of at most max_local_batch_size = {bound}"
+            )
+        return kept
+
+    def _worth_most(
+        self, table: ProfileTable, answers: Mapping[Probe, str], left_s: float | None
+    ) -> Probe | None:
+        """The unmeasured candidate whose outcome lowers the expected loss most per second."""
+        if not table.ok:
+            self.reason = f"none of {len(answers)} probes fits: no smaller candidate is left"
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TulaWarning)
+            bundle = fit(table, self.convergence)
+        best: tuple[float, Probe, float] | None = None
+        largest_loss, open_probes = 0.0, 0
+        for number, group in enumerate(self._groups(answers)):
+            running = [p for p in group if answers.get(p, "ok") == "ok"]
+            unknown = [i for i, p in enumerate(running) if p not in answers]
+            if not unknown:
+                continue
+            open_probes += len(unknown)
+            loss, gains = self._gains(bundle, running, answers)
+            largest_loss = max(largest_loss, loss)
+            few = number == 0 and len(group) - len(unknown) < self.min_probes
+            for i in unknown:
+                seconds = expected_probe_time_s(table, running[i])
+                if left_s is not None and seconds > left_s:
+                    continue
+                worth = max(gains[i], ENOUGH if few else 0.0)
+                if worth < ENOUGH / 4 or (loss < ENOUGH and not few):
+                    continue
+                if best is None or worth / seconds > best[0]:
+                    best = (worth / seconds, running[i], loss)
+        return self._told(best, largest_loss, open_probes)
+
+    def _told(
+        self, best: tuple[float, Probe, float] | None, loss: float, open_probes: int
+    ) -> Probe | None:
+        """Set the reason, and return the probe of `best`."""
+        if best is not None:
+            _, probe, loss = best
+            self.reason = (
+                f"local batch size {probe.local_batch_size} at world size {probe.world_size} is "
+                f"worth most to the decision (expected loss {loss:.1%})"
+            )
+            return probe
+        if not open_probes:
+            self.reason = "every candidate was measured"
+        elif loss < ENOUGH:
+            self.reason = f"the decision no longer changes (expected loss {loss:.1%})"
+        else:
+            self.reason = (
+                f"no affordable probe would change the decision (expected loss {loss:.1%})"
+            )
+        return None
+
+    def _gains(
+        self, bundle: PredictorBundle, group: Sequence[Probe], answers: Mapping[Probe, str]
+    ) -> tuple[float, Floats]:
+        """Expected loss of deciding now, and by how much each candidate's probe would lower it."""
+        import pandas as pd
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TulaWarning)
+            out = bundle.predict(pd.DataFrame([probe.to_dict() for probe in group]))
+        name = "epoch_time_s" if self.convergence is None else "time_to_target_s"
+        # The step time's own interval: a probe can narrow it, but not the epochs to target.
+        noise = relative_noise(
+            out["step_time_s_lower"].to_numpy(float), out["step_time_s_upper"].to_numpy(float)
+        )
+        known = np.array([probe in answers for probe in group])
+        spread = np.where(known, np.minimum(noise / _Z90, _MEASURED_NOISE), noise / _Z90)
+        sizes = np.array([probe.global_batch_size for probe in group], float)
+        centre = np.log(out[name].to_numpy(float))
+        return decision_gains(sizes, centre, spread, known, to_knee=self.convergence is None)
+
+
+def decision_gains(
+    sizes: Floats, log_times: Floats, spread: Floats, known: npt.NDArray[np.bool_], *, to_knee: bool
+) -> tuple[float, Floats]:
+    """Knowledge gradient of a choice among candidates of uncertain time.
+
+    Args:
+        sizes: batch sizes, ascending.
+        log_times: logarithms of the predicted times.
+        spread: standard deviation of each.
+        known: which were measured.
+        to_knee: the choice is the knee; otherwise the least time.
+
+    Returns:
+        The expected loss of choosing now (a share of time), and the expected fall of it when one
+        candidate more is known, for each.
+    """
+    draws = log_times + spread * _smooth_normals(sizes)
+    if to_knee:
+        chosen = [diminishing_returns(sizes, np.exp(draw - draw.min())) for draw in draws]
+        right = draws[np.arange(len(draws)), chosen][:, None]
+        losses = np.abs(draws - right)
+    else:
+        losses = draws - draws.min(axis=1, keepdims=True)
+    now = float(losses.mean(axis=0).min())
+    gains = np.zeros(len(sizes))
+    for i in np.flatnonzero(~known):
+        order = np.argsort(draws[:, i])
+        later = [losses[part].mean(axis=0).min() for part in np.array_split(order, 4)]
+        gains[i] = max(now - float(np.mean(later)), 0.0)
+    return now, gains
+
+
+def _smooth_normals(sizes: Floats) -> Floats:
+    """Standard normal draws that neighbours in log batch size share in part; always the same."""
+    axis = np.log2(sizes)
+    together = np.exp(-np.abs(axis[:, None] - axis[None, :]) / 2.0)
+    root = np.linalg.cholesky(together + 1e-9 * np.eye(len(sizes)))
+    draws = np.random.default_rng(0).standard_normal((_DRAWS, len(sizes)))
+    return np.asarray(draws @ root.T)
+
+
+def _end(
+    table: ProfileTable, group: Sequence[Probe], answers: Mapping[Probe, str], left_s: float | None
+) -> tuple[Probe, str] | None:
+    """The smallest size that runs, then a large one, halving after each that does not."""
+    running = [i for i, probe in enumerate(group) if answers.get(probe) == "ok"]
+    if not running:
+        unanswered = [probe for probe in group if probe not in answers]
+        tried = len(group) - len(unanswered)
+        return (unanswered[0], "the smallest") if unanswered and tried < MAX_FAILURES else None
+    if len(running) > 1:
+        return None
+    first = running[0]
+    beyond = [i for i in range(first + 1, len(group)) if group[i] in answers]
+    top = min(beyond, default=len(group))
+    options = [group[i] for i in range(first + 1, top)]
+    if left_s is not None:
+        affordable = [
+            p for p in options if expected_probe_time_s(table, p) <= _FIRST_SHARE * left_s
+        ]
+        options = affordable or options[:1]
+    if not options:
+        return None
+    return (options[len(options) // 2], "halfway") if beyond else (options[-1], "the largest")
+
+
+def _middle(group: Sequence[Probe], answers: Mapping[Probe, str]) -> Probe | None:
+    """The geometric middle between the ends, while nothing between them has an answer."""
+    running = [i for i, probe in enumerate(group) if answers.get(probe) == "ok"]
+    if len(running) < 2:
+        return None
+    between = range(running[0] + 1, running[-1])
+    if not between or any(group[i] in answers for i in between):
+        return None
+    goal = (group[running[0]].local_batch_size * group[running[-1]].local_batch_size) ** 0.5
+    return min((group[i] for i in between), key=lambda p: abs(np.log(p.local_batch_size / goal)))
+
+
+def _only_failures(table: ProfileTable) -> str:
+    """Why going on is useless: several probes failed and none ran; empty while it is not."""
+    failed = [row for row in table.measurements if row.status == "failed"]
+    if table.ok or len(failed) < MAX_FAILURES:
+        return ""
+    return f"{len(failed)} probes failed and none ran, the last with: {failed[-1].reason}"
+
+
+def _checked(candidates: Sequence[Probe]) -> tuple[Probe, ...]:
+    """Distinct candidates, small worlds and small batches first."""
+    if not len(candidates) or not all(isinstance(probe, Probe) for probe in candidates):
+        raise InvalidInputError("candidates must be a non-empty list of Probe")
+    return tuple(
+        sorted(set(candidates), key=lambda p: (p.world_size, p.layout, p.local_batch_size))
+    )
+
+
+def _budget(time_budget_s: float | None) -> float | None:
+    if time_budget_s is None:
+        return None
+    return check_real("time_budget_s", time_budget_s, strict=True)
