@@ -42,14 +42,23 @@ Fashion-MNIST (28) and digits (8) are enlarged to 32, the smallest most of torch
 take; your own dataset keeps the size of its samples.
 """
 
-SMALLEST_IMAGE_SIZES: dict[str, int] = {
-    "alexnet": 64,
-    "densenet121": 32,
-    "inception_v3": 80,
-    "maxvit_t": 224,
-    "squeezenet1_0": 32,
+_FITTING_SIZES: dict[str, tuple[int, int]] = {
+    "alexnet": (64, 1),
+    "convnext": (32, 1),
+    "densenet": (32, 1),
+    "googlenet": (16, 1),
+    "inception_v3": (75, 1),
+    "maxvit_t": (224, 224),
+    "regnet": (16, 1),
+    "squeezenet": (28, 1),
+    "vgg": (32, 1),
+    "vit_h_14": (28, 14),
+    "vit_b_16": (16, 16),
+    "vit_b_32": (32, 32),
+    "vit_l_16": (16, 16),
+    "vit_l_32": (32, 32),
 }
-"""Where torchvision's model fails below a size: that size, rounded up to a multiple of 16."""
+"""torchvision models (by prefix) that fail on small images: smallest size, and its multiples."""
 
 DEFAULT_LEARNING_RATES: dict[str, float] = {
     "sgd": 0.01,
@@ -65,6 +74,18 @@ DEFAULT_LEARNING_RATES: dict[str, float] = {
 SYNTHETIC_SIZE, SYNTHETIC_CHANNELS, SYNTHETIC_CLASSES = 2048, 3, 10
 
 _IMPORT_PATH = re.compile(r"^[^:\s]+:[A-Za-z_][\w.]*$")
+
+
+def fitting_image_size(model: str, size: int) -> int:
+    """The smallest image size of at least `size` that torchvision's `model` takes.
+
+    Images are enlarged to it, never the architecture changed: AlexNet on 32x32 images sees
+    64x64, ViT-H/14 42x42. Your own models take every size.
+    """
+    for prefix, (smallest, multiple) in _FITTING_SIZES.items():
+        if model.lower().startswith(prefix) and not is_import_path(model):
+            return -(-max(size, smallest) // multiple) * multiple
+    return size
 
 
 def is_import_path(name: str) -> bool:
@@ -131,6 +152,10 @@ class Job(Spec):
             raise InvalidInputError(
                 f"channels shapes the synthetic dataset only, not {self.dataset!r}: leave it out"
             )
+        if self.dataset in DEFAULT_IMAGE_SIZES and self.dataset != "synthetic" and self.num_classes:
+            raise InvalidInputError(
+                f"num_classes is the {self.dataset} dataset's own: leave out {self.num_classes}"
+            )
         if self.learning_rate is not None:
             check_real("learning_rate", self.learning_rate, strict=True)
         check_real("momentum", self.momentum)
@@ -162,12 +187,12 @@ class Job(Spec):
 
     @property
     def resolved_image_size(self) -> int | None:
-        """Pixels a side that reach the model: at least the smallest size the model takes.
+        """Pixels a side that reach the model: enlarged to what it takes (fitting_image_size).
 
         None for your own dataset without `image_size`: its samples keep their size.
         """
         size = self.image_size or DEFAULT_IMAGE_SIZES.get(self.dataset)
-        return None if size is None else max(size, SMALLEST_IMAGE_SIZES.get(self.model.lower(), 1))
+        return None if size is None else fitting_image_size(self.model, size)
 
     @property
     def resolved_learning_rate(self) -> float:
