@@ -16,15 +16,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from . import formulas
+from . import convergence_formulas, formulas, memory_formulas
 
 Array = NDArray[np.float64]
 
 BATCH_COLUMNS = ("local_batch_size", "global_batch_size")
 OPTIONAL_COLUMNS = ("nodes", "devices_per_node", "accumulation_steps")
 MAX_COUNT = 10**12
-UNVERIFIED_LIMIT = 4.0
-"""Past this many times the largest probe nothing is said to fit unless it was run."""
 
 
 def predict_frame(
@@ -114,8 +112,7 @@ def predict_frame(
     out["cost_usd"] = formulas.dollars(epoch[0] * (epochs or 1.0), world, memory[0], **prices)
     out["cost_to_target_usd"] = formulas.dollars(target[0], world, memory[0], **prices)
     out["extrapolated"] = formulas.is_extrapolated(bundle["step_time"], local, nodes, devices)
-    limit = memory_limit_bytes or bundle["hardware"]["device_memory_bytes"]
-    out["fits"], out["fits_reason"] = _fits(bundle, out, memory, float(limit), size)
+    out["fits"], out["fits_reason"] = _fits(bundle, out, memory_limit_bytes, size)
     out["may_not_reach_target"] = reach[3]
     return out
 
@@ -208,7 +205,7 @@ def _memory(
     if bundle.get("memory") is None:
         unknown = np.full(local.shape, np.nan)
         return unknown, unknown, unknown
-    value, lower, upper = formulas.peak_memory(bundle["memory"], local, world, level)
+    value, lower, upper = memory_formulas.peak_memory(bundle["memory"], local, world, level)
     return value, lower, upper
 
 
@@ -219,42 +216,20 @@ def _convergence(
     if bundle.get("convergence") is None:
         unknown = np.full(samples.shape, np.nan)
         return unknown, unknown, unknown, np.zeros(samples.shape, bool)
-    value, lower, upper, doubtful = formulas.epochs_to_target(bundle["convergence"], samples, level)
-    return value, lower, upper, doubtful
+    return convergence_formulas.epochs_to_target(bundle["convergence"], samples, level)
 
 
 def _fits(
-    bundle: Mapping[str, Any],
-    out: pd.DataFrame,
-    memory: tuple[Array, Array, Array],
-    limit: float,
-    dataset_size: int,
+    bundle: Mapping[str, Any], out: pd.DataFrame, limit: float | None, dataset_size: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.object_]]:
-    """Whether each row runs in `limit` bytes, and why: what was run first, then the interval."""
-    local = out["local_batch_size"].to_numpy()
+    """Whether each row runs within the limit, and why; never more samples than there are."""
+    local, devices = out["local_batch_size"].to_numpy(float), out["devices_per_node"].to_numpy()
     world = (out["nodes"] * out["devices_per_node"]).to_numpy()
-    ran = _probed(bundle["probed"]["ok"], local, world)
-    failed = _probed(bundle["probed"]["oom"], local, world) & ~ran
-    largest = max((row[0] for row in bundle["probed"]["ok"]), default=0)
-    far = local > UNVERIFIED_LIMIT * largest
-    unknown = np.isnan(memory[2])
-    measured_limit = float(bundle["hardware"]["device_memory_bytes"])
-    rules = [
-        (failed, False, "ran out of memory when measured"),
-        (out["global_batch_size"].to_numpy() > dataset_size, False, "larger than the dataset"),
-        (ran & unknown & (limit >= measured_limit), True, "was run"),
-        (ran & (memory[0] <= limit), True, "was run, within the limit"),
-        (far, False, "beyond 4x the largest measured batch size; run it once to verify"),
-        (unknown, True, "memory not measured; within 4x the largest batch size that ran"),
-        (memory[2] <= limit, True, "the interval's upper end is within the limit"),
-        (memory[0] <= limit, False, "predicted within the limit, but not surely; run it once"),
-    ]
-    fits = np.select([r[0] for r in rules], [r[1] for r in rules], False)
-    reason = np.select([r[0] for r in rules], [r[2] for r in rules], "predicted above the limit")
-    return fits.astype(bool), reason.astype(object)
-
-
-def _probed(rows: list[list[int]], local: Array, world: Array) -> NDArray[np.bool_]:
-    """Which questions are among the measured (local batch size, world size) pairs."""
-    known = {(int(row[0]), int(row[1])) for row in rows}
-    return np.array([pair in known for pair in zip(local, world, strict=True)], bool)
+    if bundle.get("memory") is None:
+        fits = np.zeros(local.shape, bool)
+        reason = np.full(local.shape, "this bundle has no memory predictor", object)
+    else:
+        fits, reason = memory_formulas.feasible(bundle["memory"], local, world, limit, devices)
+    too_many = out["global_batch_size"].to_numpy() > dataset_size
+    reason[too_many] = "larger than the dataset"
+    return fits & ~too_many, reason

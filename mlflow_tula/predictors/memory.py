@@ -1,0 +1,327 @@
+"""Peak memory: fitted to the measured peaks, with the map of what ran and what did not.
+
+The equation and the rules of feasibility stand in memory_formulas.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlflow_tula.errors import SchemaError, TooFewProbesWarning
+from mlflow_tula.predictors import memory_formulas as formulas
+from mlflow_tula.specs import Spec, check_real
+from mlflow_tula.table import Measurement, ProfileTable
+
+Array = NDArray[np.float64]
+
+FLAT = 0.005
+"""Growth over all probes, a fraction, below which the batch's own bytes are not identified."""
+BEND_BATCH_SIZE = 32
+"""Peaks of smaller batches come late in backward, of larger ones early: the slope rises there."""
+BEND_FACTOR = 1.3
+"""By how much it rises (VGG11 at 32x32: 0.83 MB a sample below, 1.15 above; docs/method.md)."""
+REPEAT_SD = 0.005
+"""Relative spread of repeated readings where there are none (counted as two readings)."""
+DOWN_SD, UP_SD = 0.03, 0.05
+"""Relative error per doubling beyond the probes, downwards and upwards (jumps of workspace)."""
+PRIOR_STEPS = 4.0
+"""How many left-out sizes that prior error is worth."""
+UNKNOWN_COPY = 0.25
+"""Gradients as a share of the static bytes where the parameters were not counted: of weights,
+gradients, momentum and context."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryProbe(Spec):
+    """One measured configuration of the map; `peak_bytes` is None where it was not measured."""
+
+    local_batch_size: int
+    world_size: int
+    status: str
+    peak_bytes: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPredictor:
+    """Peak bytes of a rank against the local batch size, and the map of feasibility.
+
+        peak(b, n) = convex(b) + copy [n > 1]
+
+    convex: straight lines through `batch_sizes`, `peak_bytes`; past the largest `slope_bytes` a
+    sample, times `bend_factor` past `bend_batch_size`. copy: `copy_bytes` of gradients, DDP's
+    buckets. `identified` is False where the readings are flat or there is one size only: then
+    the interval runs from "the batch takes nothing" to "it takes all". Valid up to 4x the
+    largest batch size that ran; further out nothing is said to fit.
+    """
+
+    batch_sizes: tuple[float, ...]
+    peak_bytes: tuple[float, ...]
+    slope_bytes: float = 0.0
+    first_slope_bytes: float = 0.0
+    bend_batch_size: float = 0.0
+    bend_factor: float = 1.0
+    identified: bool = False
+    relative_sd: float = REPEAT_SD
+    down_sd: float = DOWN_SD
+    up_sd: float = UP_SD
+    copy_bytes: float = 0.0
+    copy_sd_bytes: float = 0.0
+    limit_bytes: float
+    limit_is_shared: bool = False
+    probes: tuple[MemoryProbe, ...] = ()
+    form: str = ""
+    leave_one_out_mape: float | None = None
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def fit(
+        cls,
+        table: ProfileTable,
+        *,
+        static_bytes_hint: float | None = None,
+        activation_bytes_hint: float | None = None,
+    ) -> Self:
+        """Fit the peaks of a table's ok rows; rows out of memory enter the map.
+
+        Args:
+            table: the measurements.
+            static_bytes_hint: bytes that no batch changes, from a count on fake tensors.
+            activation_bytes_hint: bytes a sample, likewise; both are used only where the readings
+                cannot tell.
+        """
+        for name, hint in (
+            ("static_bytes_hint", static_bytes_hint),
+            ("activation_bytes_hint", activation_bytes_hint),
+        ):
+            if hint is not None:
+                check_real(name, hint)
+        sizes, peaks, copy = _points(table)
+        curve = _curve(sizes, peaks, static_bytes_hint, activation_bytes_hint)
+        notes = _notes(table, sizes, bool(curve["identified"]))
+        for text in notes:
+            warnings.warn(text, TooFewProbesWarning, stacklevel=2)
+        return cls(
+            **curve,
+            **_copy(table, copy, sizes, peaks, float(curve["slope_bytes"])),
+            **_errors(sizes, peaks, table.ok),
+            limit_bytes=float(table.hardware.device_memory_bytes),
+            limit_is_shared=table.hardware.device_type == "cpu",
+            probes=tuple(_probe(row) for row in table.measurements),
+            warnings=tuple(notes),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        data = dataclasses.asdict(self)
+        return {key: list(item) if isinstance(item, tuple) else item for key, item in data.items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`; checked, SchemaError names what is wrong."""
+        if not isinstance(data, Mapping):
+            raise SchemaError(f"memory must be a JSON object, not {type(data).__name__}")
+        fields = dict(data)
+        try:
+            for name in ("batch_sizes", "peak_bytes"):
+                fields[name] = tuple(float(value) for value in fields[name])
+            fields["probes"] = tuple(MemoryProbe.from_dict(one) for one in fields.get("probes", ()))
+            fields["warnings"] = tuple(str(text) for text in fields.get("warnings", ()))
+            made = cls(**fields)
+            numbers = (*made.batch_sizes, *made.peak_bytes, made.slope_bytes, made.limit_bytes)
+            usable = all(math.isfinite(number) and number >= 0 for number in numbers)
+        except (TypeError, ValueError, KeyError) as error:
+            raise SchemaError(f"memory is damaged: {error}") from error
+        if not usable or len(made.batch_sizes) != len(made.peak_bytes):
+            raise SchemaError("memory is damaged: batch_sizes and peak_bytes do not go together")
+        return made
+
+
+def fit(
+    table: ProfileTable,
+    *,
+    static_bytes_hint: float | None = None,
+    activation_bytes_hint: float | None = None,
+) -> MemoryPredictor:
+    """`MemoryPredictor.fit`, as the other predictors offer it."""
+    return MemoryPredictor.fit(
+        table, static_bytes_hint=static_bytes_hint, activation_bytes_hint=activation_bytes_hint
+    )
+
+
+def _probe(row: Measurement) -> MemoryProbe:
+    """A row of the table as a point of the map."""
+    return MemoryProbe(
+        local_batch_size=row.local_batch_size,
+        world_size=row.world_size,
+        status=row.status,
+        peak_bytes=row.peak_memory_bytes or None,
+        reason=row.reason[:200],
+    )
+
+
+def _readings(rows: Sequence[Measurement], many: bool) -> dict[int, list[int]]:
+    """Peaks by local batch size, of one rank (`many` False) or of several. Zero is no reading."""
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        if row.peak_memory_bytes and (row.world_size > 1) == many:
+            found.setdefault(row.local_batch_size, []).append(row.peak_memory_bytes)
+    return found
+
+
+def _points(table: ProfileTable) -> tuple[Array, Array, Array]:
+    """Measured (sizes, peaks) of one rank alone, the largest of repeats, and measured copies."""
+    alone = {size: max(seen) for size, seen in _readings(table.ok, False).items()}
+    many = {size: max(seen) for size, seen in _readings(table.ok, True).items()}
+    copies = np.array([float(many[size] - alone[size]) for size in alone if size in many])
+    copy = max(float(np.median(copies)), 0.0) if len(copies) else None
+    if copy is None:
+        copy = float(table.workload.gradient_bytes or 0)
+    points = {size: float(peak) for size, peak in alone.items()}
+    for size, peak in many.items():
+        # never less than half of what was seen: the copy may be a guess
+        points.setdefault(size, max(peak - copy, 0.5 * peak))
+    sizes = sorted(points)
+    return np.array(sizes, float), np.array([points[size] for size in sizes]), copies
+
+
+def _copy(
+    table: ProfileTable, copies: Array, sizes: Array, peaks: Array, slope: float
+) -> dict[str, Any]:
+    """DDP's bucket copy: measured, counted, or guessed from the static bytes."""
+    if len(copies):
+        copy = max(float(np.median(copies)), 0.0)
+        return {"copy_bytes": copy, "copy_sd_bytes": float(np.std(copies)) + 0.05 * copy}
+    if table.workload.gradient_bytes is not None:
+        copy = float(table.workload.gradient_bytes)
+        return {"copy_bytes": copy, "copy_sd_bytes": 0.25 * copy}
+    only_many = not _readings(table.ok, False)
+    if not len(sizes) or only_many:
+        return {"copy_bytes": 0.0, "copy_sd_bytes": 0.0}
+    copy = UNKNOWN_COPY * max(float(peaks[0] - slope * sizes[0]), 0.0)
+    return {"copy_bytes": copy, "copy_sd_bytes": 0.6 * copy}
+
+
+def _curve(
+    sizes: Array, peaks: Array, static_hint: float | None, activation_hint: float | None
+) -> dict[str, Any]:
+    """The points and how they go on at both ends."""
+    fields: dict[str, Any] = {
+        "batch_sizes": tuple(sizes.tolist()),
+        "peak_bytes": tuple(peaks.tolist()),
+    }
+    if not len(sizes):
+        return {**fields, "identified": False, "slope_bytes": 0.0, "form": "not measured"}
+    last = float(sizes[-1])
+    slope = _last_slope(sizes, peaks)
+    identified = slope * (last - sizes[0]) > FLAT * peaks[-1]
+    if not identified:
+        slope = _hinted_slope(last, float(peaks[-1]), slope, static_hint, activation_hint)
+        return {
+            **fields,
+            "identified": activation_hint is not None,
+            "slope_bytes": slope,
+            "first_slope_bytes": min(slope, float(peaks[0] / sizes[0])),
+            "form": "one size" if len(sizes) == 1 else "flat readings",
+        }
+    first = float((peaks[1] - peaks[0]) / (sizes[1] - sizes[0]))
+    bent = last < BEND_BATCH_SIZE
+    return {
+        **fields,
+        "identified": True,
+        "slope_bytes": slope,
+        "first_slope_bytes": min(max(first, 0.0), float(peaks[0] / sizes[0])),
+        "bend_batch_size": min(2 * last, BEND_BATCH_SIZE) if bent else 0.0,
+        "bend_factor": BEND_FACTOR if bent else 1.0,
+        "form": "piecewise line" + (", bend expected beyond" if bent else ""),
+    }
+
+
+def _last_slope(sizes: Array, peaks: Array) -> float:
+    """Bytes a sample past the largest probe: its chords to the others, near ones counting more.
+
+    A chord to a very near size carries the allocator's rounding only, one to a small size the
+    other side of the bend: the weight r^2 (1 - r) of the size ratio r is largest between.
+    """
+    if len(sizes) < 2:
+        return 0.0
+    chords = (peaks[-1] - peaks[:-1]) / (sizes[-1] - sizes[:-1])
+    ratio = sizes[:-1] / sizes[-1]
+    return float(np.average(chords, weights=ratio**2 * (1.0 - ratio)))
+
+
+def _hinted_slope(
+    last: float, peak: float, measured: float, static: float | None, activation: float | None
+) -> float:
+    """Bytes a sample where the readings do not tell: counted, or what they did show."""
+    if activation is not None:
+        return activation
+    if static is not None and static < peak:
+        return (peak - static) / last
+    # one size: half of it is as good a guess as any, and the interval says so
+    return max(measured, 0.0) if measured else 0.5 * peak / last
+
+
+def _errors(sizes: Array, peaks: Array, rows: Sequence[Measurement]) -> dict[str, Any]:
+    """Spread of repeats, and of sizes predicted from the smaller ones, shrunk to the priors."""
+    squares, count = 2 * REPEAT_SD**2, 2.0
+    for many in (False, True):
+        for seen in _readings(rows, many).values():
+            squares += float(np.sum(np.log(np.array(seen) / np.mean(seen)) ** 2))
+            count += len(seen) - 1
+    down, up, steps = PRIOR_STEPS * DOWN_SD**2, PRIOR_STEPS * UP_SD**2, PRIOR_STEPS
+    for index in range(2, len(sizes)):
+        params = _curve(sizes[:index], peaks[:index], None, None)
+        if not params["identified"]:
+            continue
+        guess = formulas.batch_peak(params, sizes[index : index + 1])[0]
+        error = math.log(peaks[index] / guess) / max(
+            math.log2(sizes[index] / sizes[index - 1]), 0.5
+        )
+        up += error**2 if error > 0 else 0.0
+        down += error**2 if error < 0 else 0.0
+        steps += 1
+    return {
+        "relative_sd": math.sqrt(squares / count),
+        "down_sd": math.sqrt(down / steps),
+        "up_sd": math.sqrt(up / steps),
+        "leave_one_out_mape": _leave_one_out(sizes, peaks),
+    }
+
+
+def _leave_one_out(sizes: Array, peaks: Array) -> float | None:
+    """Mean absolute error, a fraction, of each size predicted from the others."""
+    if len(sizes) < 3:
+        return None
+    errors = []
+    for index in range(len(sizes)):
+        rest = np.arange(len(sizes)) != index
+        params = _curve(sizes[rest], peaks[rest], None, None)
+        guess = formulas.batch_peak(params, sizes[index : index + 1])[0]
+        errors.append(abs(guess / peaks[index] - 1.0))
+    return float(np.mean(errors))
+
+
+def _notes(table: ProfileTable, sizes: Array, identified: bool) -> list[str]:
+    """What a person should know about the fit."""
+    zeros = sum(row.peak_memory_bytes == 0 for row in table.ok)
+    notes = [f"{zeros} rows have a peak memory of 0 bytes, read as not measured"] if zeros else []
+    if len(sizes) == 1:
+        notes.append(
+            f"memory was measured at batch size {sizes[0]:g} only: measure another, at least 2x "
+            "larger"
+        )
+    elif len(sizes) and not identified:
+        notes.append(
+            f"memory does not grow from batch size {sizes[0]:g} to {sizes[-1]:g}: measure larger "
+            "ones before trusting any size beyond"
+        )
+    return notes
