@@ -217,6 +217,8 @@ def _curve(
     fields: dict[str, Any] = {
         "batch_sizes": tuple(sizes.tolist()),
         "peak_bytes": tuple(peaks.tolist()),
+        "bend_batch_size": 0.0,
+        "bend_factor": 1.0,
     }
     if not len(sizes):
         return {**fields, "identified": False, "slope_bytes": 0.0, "form": "not measured"}
