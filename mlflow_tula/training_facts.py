@@ -1,0 +1,265 @@
+"""What a training run is told and what it tells: plain facts that cross process borders as JSON.
+
+    BatchPlan       the decision: how many samples, in what pieces, on how many devices
+    Schedule        how the learning rate follows batch size and step
+    StepRecord      one optimizer step
+    EpochRecord     one pass over the training split, with the test accuracy after it
+    TrainEvent      what `train(on_event=...)` is called with
+    TrainResult     the end
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from mlflow_tula.batches import split_global_batch_size
+from mlflow_tula.errors import InvalidInputError
+from mlflow_tula.specs import Spec, check_choice, check_int, check_real
+
+EventKind = Literal["started", "steps", "epoch", "checkpoint", "finished"]
+StopReason = Literal["completed", "target_accuracy", "max_steps", "time_limit"]
+ScalingRule = Literal["sqrt", "linear", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPlan(Spec):
+    """The decision a training run holds on to from its first step to its last, resumes included.
+
+    `source` says where it comes from (`explicit`, `tula.vgg11.digits.<hardware> version 3`); it
+    is recorded and not compared.
+    """
+
+    global_batch_size: int
+    local_batch_size: int
+    accumulation_steps: int = 1
+    nodes: int = 1
+    devices_per_node: int = 1
+    source: str = "explicit"
+
+    def __post_init__(self) -> None:
+        """Check that local x accumulation x world size is the global batch size, exactly."""
+        for name in (
+            "global_batch_size",
+            "local_batch_size",
+            "accumulation_steps",
+            "nodes",
+            "devices_per_node",
+        ):
+            object.__setattr__(self, name, check_int(name, getattr(self, name)))
+        product = self.local_batch_size * self.accumulation_steps * self.world_size
+        if product != self.global_batch_size:
+            raise InvalidInputError(
+                "global_batch_size must be local_batch_size x accumulation_steps x world size = "
+                f"{self.local_batch_size} x {self.accumulation_steps} x {self.world_size} = "
+                f"{product}, not {self.global_batch_size}"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        global_batch_size: object,
+        *,
+        nodes: int = 1,
+        devices_per_node: int = 1,
+        accumulation_steps: int = 1,
+        dataset_size: int | None = None,
+        source: str = "explicit",
+    ) -> BatchPlan:
+        """Cut a global batch size; one that does not divide names the nearest that do."""
+        world_size = check_int("nodes", nodes) * check_int("devices_per_node", devices_per_node)
+        local = split_global_batch_size(
+            global_batch_size,
+            world_size=world_size,
+            accumulation_steps=accumulation_steps,
+            dataset_size=dataset_size,
+        )
+        return cls(
+            global_batch_size=local * accumulation_steps * world_size,
+            local_batch_size=local,
+            accumulation_steps=accumulation_steps,
+            nodes=nodes,
+            devices_per_node=devices_per_node,
+            source=source,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel processes, one per device."""
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule(Spec):
+    """How the learning rate follows the batch size and the step, and where gradients are clipped.
+
+        peak = learning_rate * (B / reference_batch_size) ** (0.5 if sqrt, 1 if linear, 0 if none)
+        lr(t) = peak * (t + 1) / W                                       t < W = warmup_share * T
+        lr(t) = peak * (f + (1 - f) (1 + cos(pi (t - W) / (T - W))) / 2)         otherwise
+        gradient <- gradient * min(1, clip_norm / norm)
+
+    The job's learning rate is the one for `reference_batch_size`. The square root with warm-up
+    and a clip at 1 never diverged where linear scaling did (METHOD: factor + warm-up + clip); f
+    is `final_factor`, T the steps of all epochs. `clip_norm` 0 leaves gradients as they are.
+    """
+
+    scaling: ScalingRule = "sqrt"
+    reference_batch_size: int = 64
+    warmup_share: float = 0.1
+    final_factor: float = 0.0
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check every field once."""
+        check_choice("scaling rule", self.scaling, ScalingRule)
+        check_int("reference_batch_size", self.reference_batch_size)
+        for name in ("warmup_share", "final_factor", "clip_norm"):
+            check_real(name, getattr(self, name))
+        if self.warmup_share >= 1 or self.final_factor > 1:
+            raise InvalidInputError(
+                "warmup_share must be below 1 and final_factor at most 1, not "
+                f"{self.warmup_share:g} and {self.final_factor:g}"
+            )
+
+    def factor(self, global_batch_size: int) -> float:
+        """Peak learning rate over the job's."""
+        exponent = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}[self.scaling]
+        return float((global_batch_size / self.reference_batch_size) ** exponent)
+
+
+class _Metrics:
+    """Mixin: the numbers of a record under names fit for MLflow."""
+
+    __slots__ = ()
+
+    def metrics(self) -> dict[str, float]:
+        """Every measured number but the counters that place it (`step`, `epoch`)."""
+        values = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return {
+            name: float(value)
+            for name, value in values.items()
+            if value is not None and name not in ("step", "epoch")
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord(Spec, _Metrics):
+    """One optimizer step; `step` counts from 1 over the whole training, resumes included.
+
+    `train_loss` is the mean over the global batch; `gradient_norm` that of the averaged gradient
+    before clipping; `step_time_s` is rank 0's, data and synchronisation included.
+    """
+
+    step: int
+    epoch: int
+    train_loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    gradient_variability: float | None
+    step_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochRecord(Spec, _Metrics):
+    """One epoch, counted from 1; `step` and `samples` count from the beginning of training.
+
+    `step_time_s` is the median over steps and the maximum over ranks; `epoch_time_s` covers the
+    training steps alone, `evaluation_time_s` the test pass. `peak_memory_bytes` is the largest on
+    a rank so far, evaluation included: reserved on CUDA, resident on a CPU. The gradient norm is
+    the epoch's mean, its variability the last. `skipped_steps` are those a GradScaler refused.
+    """
+
+    epoch: int
+    step: int
+    samples: int
+    train_loss: float
+    test_loss: float
+    test_accuracy: float
+    learning_rate: float
+    step_time_s: float | None
+    epoch_time_s: float
+    evaluation_time_s: float
+    throughput: float | None
+    peak_memory_bytes: int
+    gradient_norm: float | None = None
+    gradient_variability: float | None = None
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainEvent(Spec):
+    """Something happened; `kind` says which of the optional fields are there.
+
+    | kind | fields |
+    |---|---|
+    | `started` | `message` (what, on what, resumed or not), `num_parameters` |
+    | `steps` | `steps`: the records since the last such event (buffered, about one a second) |
+    | `epoch` | `record` |
+    | `checkpoint` | `message`: the file |
+    | `finished` | `message`: why it ended |
+
+    `step` of `total_steps` are done, `remaining_s` more seconds are expected.
+    """
+
+    kind: EventKind
+    step: int
+    total_steps: int
+    epoch: int
+    elapsed_s: float
+    remaining_s: float | None = None
+    num_parameters: int | None = None
+    message: str = ""
+    steps: tuple[StepRecord, ...] = ()
+    record: EpochRecord | None = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`."""
+        values = dict(data)
+        values["steps"] = tuple(StepRecord.from_dict(row) for row in values.get("steps") or ())
+        if values.get("record") is not None:
+            values["record"] = EpochRecord.from_dict(values["record"])
+        return super(TrainEvent, cls).from_dict(values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult(Spec):
+    """How a training ended.
+
+    `epochs`, `steps` and `samples` count everything since its beginning, over all resumes, and so
+    does `wall_time_s` (seconds of training and evaluation; start-up and downtime are not in it).
+    `epochs_to_target` is the first epoch that reached `target_accuracy`, None if none did.
+    `weights_digest` is the SHA-256 of the final weights: equal digests, equal models.
+    """
+
+    plan: BatchPlan
+    stop_reason: StopReason
+    epochs: int
+    steps: int
+    samples: int
+    test_accuracy: float
+    best_test_accuracy: float
+    train_loss: float
+    wall_time_s: float
+    step_time_s: float | None
+    throughput: float | None
+    peak_memory_bytes: int
+    learning_rate: float
+    epochs_to_target: int | None
+    resumed_from_step: int
+    weights_digest: str
+    checkpoint_path: str
+    history: tuple[EpochRecord, ...] = ()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`."""
+        values = dict(data)
+        values["plan"] = BatchPlan.from_dict(values.get("plan") or {})
+        rows = values.get("history") or ()
+        values["history"] = tuple(EpochRecord.from_dict(row) for row in rows)
+        return super(TrainResult, cls).from_dict(values)
