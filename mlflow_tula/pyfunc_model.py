@@ -1,0 +1,119 @@
+"""The registered predictor as MLflow loads it: this file, a JSON document and the formulas.
+
+MLflow copies this script into the model and runs it there ("models from code"), so nothing is
+pickled. It imports mlflow, numpy and pandas alone and loads without torch and without mlflow_tula:
+the files that hold the equations lie beside it as artifacts, under a package name made from their
+content, so that predictors of different releases live side by side in one process.
+
+    model = mlflow.pyfunc.load_model("models:/tula.vgg11.digits.<hardware>@champion")
+    model.predict(pd.DataFrame({"global_batch_size": [32, 64]}), params={"epochs": 10.0})
+
+Columns in: `global_batch_size`; optional `nodes`, `devices_per_node`, `accumulation_steps` (1).
+Parameters: those of PARAMETERS; -1 means "not given". Columns out: README of `tula`, one row per
+row in, same index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pandas as pd
+from mlflow.pyfunc.model import PythonModel
+
+NOT_GIVEN = -1.0
+PARAMETERS: dict[str, tuple[str, float]] = {
+    "level": ("double", 0.9),  # probability of the intervals
+    "memory_limit_bytes": ("double", NOT_GIVEN),  # what a device may use; its memory
+    "dataset_size": ("long", NOT_GIVEN),  # training samples; the profiled workload's
+    "epochs": ("double", NOT_GIVEN),  # what cost_usd pays for; one
+    "usd_per_device_hour": ("double", NOT_GIVEN),
+    "usd_per_gb_hour": ("double", NOT_GIVEN),  # GB (1e9 bytes) of peak memory
+}
+"""Name, MLflow type and default of each parameter of `predict`."""
+
+COLUMNS: dict[str, bool] = {
+    "global_batch_size": True,
+    "nodes": False,
+    "devices_per_node": False,
+    "accumulation_steps": False,
+}
+"""Input columns, all of MLflow type `long`, and whether they are required."""
+
+
+class Predictor(PythonModel):
+    """Answers one question a row from `bundle.json`, with the equations shipped beside it."""
+
+    def load_context(self, context: Any) -> None:
+        """Read the document and load the equations."""
+        text = Path(context.artifacts["bundle"]).read_text(encoding="utf-8")
+        self.bundle = json.loads(text)
+        self.inference = load_formulas(Path(context.artifacts["predictors"]))
+
+    def predict(
+        self,
+        context: Any,
+        model_input: pd.DataFrame,
+        params: dict[str, Any] | None = None,
+    ) -> pd.DataFrame:
+        """One row out per row in, same index; a question that cannot be asked is a ValueError."""
+        for name in COLUMNS:
+            # A missing optional value of a row that came as JSON is "not given", and so 1.
+            if name in model_input and name != "global_batch_size":
+                column = model_input[name]
+                if len(column) and column.isna().all():
+                    model_input = model_input.drop(columns=name)
+        answer = self.inference.predict_frame(self.bundle, model_input, **given(params or {}))
+        assert isinstance(answer, pd.DataFrame)
+        return answer
+
+
+def given(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that were given, checked; ValueError in one line."""
+    out: dict[str, Any] = {}
+    for name, value in params.items():
+        if name not in PARAMETERS:
+            raise ValueError(f"unknown parameter {name!r}: known are {', '.join(PARAMETERS)}")
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} must be a number, not {value!r}") from error
+        if not math.isfinite(number):
+            raise ValueError(f"{name} must be finite, not {value!r} (leave it out, or give -1)")
+        if number != NOT_GIVEN:
+            out[name] = int(number) if PARAMETERS[name][0] == "long" else number
+    return out
+
+
+def load_formulas(folder: Path) -> Any:
+    """Import `inference` from `folder` as part of a package of its own.
+
+    The package's name is the digest of its files: equal files are imported once, and two
+    predictors of different releases cannot get each other's equations.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    name = f"tula_formulas_{digest.hexdigest()[:16]}"
+    if f"{name}.inference" not in sys.modules:
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    before = sys.dont_write_bytecode
+    # The folder may be the artifact store itself: leave no __pycache__ in it.
+    sys.dont_write_bytecode = True
+    try:
+        return importlib.import_module(f"{name}.inference")
+    finally:
+        sys.dont_write_bytecode = before
+
+
+mlflow.models.set_model(Predictor())

@@ -1,0 +1,267 @@
+"""MLflow stores: does it answer, is it initialised, what went wrong, in one line without secrets.
+
+`check_store()` is called before any work, so that a dead server or an old ./mlruns costs seconds
+and not a sweep. A sqlite store is made once, under a file lock: MLflow's own first creation races
+(of 8 processes 7 can fail), and afterwards several writers lose nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import socket
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import mlflow
+from filelock import FileLock, Timeout
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from mlflow_tula.errors import StoreError, TulaError
+from mlflow_tula.specs import check_name, slugify
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_EXPERIMENT = "tula"
+"""The experiment of a command that is started alone, outside `mlflow run`."""
+
+_CONNECT_TIMEOUT_S = 4.0
+_INITIALISE_TIMEOUT_S = 120.0
+_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_WAY_OUT = "set MLFLOW_TRACKING_URI to a store that works, such as sqlite:///mlflow.db"
+
+
+def masked(text: object) -> str:
+    """`text` without what may be a secret: `user:password@` in addresses, `password=` values."""
+    hidden = re.sub(r"(?<=://)[^\s'\"]*@", "***@", str(text))
+    return re.sub(r"(?i)(password|passwd|token|secret|api_?key)=[^&\s'\"]+", r"\1=***", hidden)
+
+
+@contextmanager
+def store_errors(action: str) -> Iterator[None]:
+    """Turn what MLflow, its database or its server raises into a StoreError of one line.
+
+    Args:
+        action: what was tried, as the middle of a sentence: `register tula.vgg11.digits`.
+    """
+    try:
+        yield
+    except (TulaError, TimeoutError):
+        raise
+    except Exception as error:
+        if not _is_store_trouble(error):
+            raise
+        raise StoreError(f"cannot {action}: {_first_line(error)}; {_WAY_OUT}") from error
+
+
+def _is_store_trouble(error: BaseException) -> bool:
+    """Whether the store is at fault, and not our own code."""
+    if isinstance(error, (MlflowException, OSError, sqlite3.Error)):
+        return True
+    return type(error).__module__.split(".")[0] in {"sqlalchemy", "alembic", "requests", "urllib3"}
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line that says something, masked and shortened."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = masked(text or type(error).__name__).rstrip(".")
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def check_store(*, write: bool = True) -> str:
+    """Raise StoreError unless the tracking store and the registry answer; takes milliseconds.
+
+    Args:
+        write: also ask whether it can be written, and initialise a sqlite store that is new.
+
+    Returns:
+        The tracking URI, masked, for people.
+    """
+    tracking = mlflow.get_tracking_uri()
+    for uri in dict.fromkeys([tracking, mlflow.get_registry_uri()]):
+        _check_address(uri, write=write)
+    if write or store_exists():
+        with _lock(tracking), store_errors(f"open the store {masked(tracking)}"):
+            client = MlflowClient()
+            # The registry first: it makes all tables under MLflow's own lock.
+            client.search_registered_models(max_results=1)
+            if write:
+                client.search_experiments(max_results=1)
+    return masked(tracking)
+
+
+def store_exists() -> bool:
+    """False for a sqlite file that is not there yet: then nothing is registered either."""
+    path = sqlite_path(mlflow.get_registry_uri())
+    return path is None or (path.is_file() and path.stat().st_size > 0)
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The file of a sqlite URI as an absolute path; None for other stores and for memory."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    name = unquote(uri.removeprefix("sqlite:///").split("?")[0])
+    return None if name in {"", ":memory:"} else Path(name).absolute()
+
+
+def _check_address(uri: str, *, write: bool) -> None:
+    """Raise StoreError for a store that cannot work, without MLflow's minutes of retries."""
+    scheme = urlsplit(uri).scheme.split("+")[0]
+    if scheme in {"", "file"}:
+        _check_file_store(uri)
+    elif scheme == "sqlite":
+        path = sqlite_path(uri)
+        if path is not None:
+            _check_sqlite(path, write=write)
+    elif scheme in {"http", "https"}:
+        # MLflow's default of 7 retries with growing pauses is minutes on a dead server.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        _check_server(uri)
+    elif scheme in _DATABASE_PORTS:
+        _check_port(uri, _DATABASE_PORTS[scheme])
+
+
+def _check_file_store(uri: str) -> None:
+    """MLflow 3.13 and later refuse the file store unless it is allowed by name."""
+    setting = getattr(mlflow.environment_variables, "MLFLOW_ALLOW_FILE_STORE", None)
+    if setting is None or setting.get():
+        return
+    folder = Path(unquote(urlsplit(uri).path) or "mlruns")
+    raise StoreError(
+        f"the folder {folder} is an old MLflow file store, which MLflow {mlflow.__version__} no "
+        f"longer opens: move it over with `mlflow migrate-filestore --source {folder.parent} "
+        "--target sqlite:///mlflow.db` and set MLFLOW_TRACKING_URI=sqlite:///mlflow.db (or set "
+        "only the latter to start afresh beside it)"
+    )
+
+
+def _check_sqlite(path: Path, *, write: bool) -> None:
+    """Open the file, and take its write lock for a moment where it is to be written."""
+    if not write and not path.exists():
+        return
+    try:
+        if write:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        mode = "rwc" if write else "ro"
+        target = f"{path.as_uri()}?mode={mode}"
+        with closing(sqlite3.connect(target, uri=True, timeout=20.0)) as database:
+            database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            if write:
+                database.execute("BEGIN IMMEDIATE")
+                database.execute("CREATE TABLE tula_write_check (x INTEGER)")
+                database.rollback()
+    except (OSError, sqlite3.Error) as error:
+        verb = "written" if write else "read"
+        raise StoreError(
+            f"the MLflow store {path} cannot be {verb}: {_first_line(error)}; use a folder that "
+            "can be, or set MLFLOW_TRACKING_URI to another store"
+        ) from error
+
+
+def _check_server(uri: str) -> None:
+    """Any answer is a living server: whether it lets us in shows with the first real request."""
+    import requests
+
+    try:
+        requests.get(f"{uri.rstrip('/')}/health", timeout=_CONNECT_TIMEOUT_S)
+    except requests.RequestException as error:
+        raise StoreError(
+            f"the MLflow server {masked(uri)} does not answer "
+            f"({_why(error)}): start it with `mlflow server`, or set MLFLOW_TRACKING_URI to a "
+            "store that works, such as sqlite:///mlflow.db"
+        ) from error
+
+
+def _why(error: Exception) -> str:
+    """The cause at the bottom of requests' nest of exceptions, in a few words."""
+    text = masked(error)
+    for sign, words in (
+        ("refused", "connection refused"),
+        ("timed out", f"no answer within {_CONNECT_TIMEOUT_S:g} s"),
+        ("resolve", "unknown host"),
+        ("Name or service", "unknown host"),
+        ("certificate", "its certificate cannot be verified"),
+    ):
+        if sign in text:
+            return words
+    return text.splitlines()[0][:120] if text else type(error).__name__
+
+
+def _check_port(uri: str, default_port: int) -> None:
+    """A database server must accept a connection; SQLAlchemy would retry for minutes."""
+    try:
+        parts = urlsplit(uri)
+        host, port = parts.hostname, parts.port or default_port
+        if host is None:
+            return
+        socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"the database {masked(uri)} does not answer ({_first_line(error)}): start it, or "
+            "set MLFLOW_TRACKING_URI to a store that works, such as sqlite:///mlflow.db"
+        ) from error
+
+
+@contextmanager
+def _lock(uri: str) -> Iterator[None]:
+    """Hold the lock under which a sqlite store is made; nothing for servers.
+
+    It lies in the temporary folder, a user's own, so that no stray file is left beside the store.
+    """
+    path = sqlite_path(uri)
+    if path is None:
+        yield
+        return
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    lock = FileLock(Path(tempfile.gettempdir()) / f"tula-store-{user}-{name}.lock")
+    try:
+        lock.acquire(timeout=_INITIALISE_TIMEOUT_S)
+    except Timeout as error:
+        raise StoreError(
+            f"another process has held the lock of the MLflow store {path} for "
+            f"{_INITIALISE_TIMEOUT_S:g} s: end it, or remove {lock.lock_file}"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def ensure_experiment(name: str = DEFAULT_EXPERIMENT) -> str:
+    """The id of the experiment, created where it does not exist yet.
+
+    MLflow fixes an experiment's artifact folder below the working folder of whoever creates it;
+    here it lies beside the sqlite file, wherever the command was started.
+    """
+    check_name("experiment", name)
+    with store_errors(f"create the experiment {name!r}"):
+        client = MlflowClient()
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(client.create_experiment(name, artifact_location=_artifact_root(name)))
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                found = client.get_experiment_by_name(name)
+    if found is None or found.lifecycle_stage != "active":
+        number = "" if found is None else f" -x {found.experiment_id}"
+        raise StoreError(
+            f"the experiment {name!r} was deleted: bring it back with "
+            f"`mlflow experiments restore{number}`, or choose another name"
+        )
+    return str(found.experiment_id)
+
+
+def _artifact_root(name: str) -> str | None:
+    """A folder beside the sqlite file; None leaves the choice to the server."""
+    path = sqlite_path(mlflow.get_tracking_uri())
+    return None if path is None else str(path.parent / "mlartifacts" / slugify(name))
