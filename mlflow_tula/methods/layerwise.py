@@ -1,0 +1,168 @@
+"""LARS and LAMB: each layer's step in proportion to its weights.
+
+    LARS (You et al. 2017, arXiv 1708.03888)     lambda = eta |w| / (|g| + beta |w|)
+                                                 v <- m v + lambda (g + beta w);  w <- w - lr v
+    LAMB (You et al. 2020, arXiv 1904.00962)     m, v as in Adam;  u = m / (sqrt(v) + eps) + beta w
+                                                 w <- w - lr min(|w|, 10) / |u| u
+
+Both are pytorch-optimizer's (PyPI, 4.1, Apache-2.0, needs only numpy and torch): maintained,
+foreach kernels, tested against their papers here on cases computed by hand. torch has neither;
+apex's and NVIDIA's need CUDA, torch_optimizer has not been released since 2021.
+
+Its LARS steps scalars and vectors (biases, norm layers) by plain SGD at the group's raw rate, which
+for LARS is ten to a hundred times a usual one. So they get a group of their own here with a rate
+of their own. Its LAMB follows version 3 of the paper (no bias correction); `weight_decouple` is
+off, because only then does weight decay stand inside the trust ratio as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mlflow_tula.errors import InvalidInputError
+from mlflow_tula.methods.clipping import NormClipping
+from mlflow_tula.methods.protocol import MethodRun, TrainingPlan
+from mlflow_tula.methods.scaling import (
+    ScalingRule,
+    learning_rate_factor,
+    scale_learning_rate,
+    warm_up,
+)
+from mlflow_tula.methods.step_scaling import check_number
+
+Parameters = Iterable[torch.nn.Parameter]
+
+
+def lars(
+    parameters: Parameters,
+    learning_rate: float,
+    *,
+    vector_learning_rate: float,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    trust_coefficient: float = 0.001,
+) -> Optimizer:
+    """pytorch-optimizer's LARS with scalars and vectors in a group of their own.
+
+    Args:
+        parameters: of the model.
+        learning_rate: of matrices and kernels, multiplied by each layer's trust ratio.
+        vector_learning_rate: of biases and norm layers, used as it is.
+        momentum: of both groups.
+        weight_decay: of matrices and kernels; vectors have none, as in the paper's experiments.
+        nesterov: Nesterov momentum in both groups.
+        trust_coefficient: eta.
+    """
+    from pytorch_optimizer import LARS
+
+    return LARS(
+        _by_dimension(parameters, learning_rate, vector_learning_rate, weight_decay),
+        lr=learning_rate,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        trust_coefficient=trust_coefficient,
+    )
+
+
+def lamb(
+    parameters: Parameters,
+    learning_rate: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    eps: float = 1e-6,
+) -> Optimizer:
+    """pytorch-optimizer's LAMB; scalars and vectors without weight decay."""
+    from pytorch_optimizer import Lamb
+
+    return Lamb(
+        _by_dimension(parameters, learning_rate, learning_rate, weight_decay),
+        lr=learning_rate,
+        betas=betas,
+        weight_decay=weight_decay,
+        weight_decouple=False,
+        eps=eps,
+    )
+
+
+def _by_dimension(
+    parameters: Parameters, matrix_rate: float, vector_rate: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    everything = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in everything if parameter.ndim > 1]
+    vectors = [parameter for parameter in everything if parameter.ndim <= 1]
+    if not matrices:
+        raise InvalidInputError(
+            "layer-wise rates need a parameter of two or more dimensions, and this model has none:"
+            " use another method"
+        )
+    groups = [{"params": matrices, "lr": matrix_rate, "weight_decay": weight_decay}]
+    if vectors:
+        groups.append({"params": vectors, "lr": vector_rate, "weight_decay": 0.0})
+    return groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerwiseMethod:
+    """LARS or LAMB in place of the given optimizer, with warm-up, and clipping where asked for.
+
+    Takes parameters, reference rate, momentum and weight decay from the optimizer it replaces. The
+    rate of vectors is the reference rate scaled by `vector_rule`; the rate of matrices is
+    `learning_rate` where given, else the reference rate scaled by `rule` (LAMB) or that over the
+    trust coefficient's usual 0.001 times `relative_step` (LARS), see `recipe`.
+    """
+
+    name: str = "lars"
+    rule: ScalingRule = "linear"
+    vector_rule: ScalingRule = "sqrt"
+    learning_rate: float | None = None
+    trust_coefficient: float = 0.001
+    warmup_epochs: float = 5.0
+    max_norm: float | None = None
+    cap: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a name that stands for neither."""
+        if self.name.split("_")[0] not in ("lars", "lamb"):
+            raise InvalidInputError(f"the name must begin with lars or lamb, not {self.name!r}")
+        check_number("trust_coefficient", self.trust_coefficient, above=0)
+
+    def wrap(self, optimizer: Optimizer, plan: TrainingPlan) -> MethodRun:
+        """Replace the optimizer, keeping its parameters and settings."""
+        settings = optimizer.param_groups[0]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        rate, decay = float(settings["lr"]), float(settings.get("weight_decay", 0.0))
+        factor = learning_rate_factor(self.rule, plan.ratio, cap=self.cap)
+        if self.name.startswith("lars"):
+            vector_factor = learning_rate_factor(self.vector_rule, plan.ratio, cap=self.cap)
+            stepping = lars(
+                parameters,
+                self.learning_rate if self.learning_rate is not None else rate * factor,
+                vector_learning_rate=rate * vector_factor,
+                momentum=float(settings.get("momentum", 0.9)),
+                weight_decay=decay,
+                nesterov=bool(settings.get("nesterov", False)),
+                trust_coefficient=self.trust_coefficient,
+            )
+        else:
+            stepping = lamb(
+                parameters,
+                self.learning_rate if self.learning_rate is not None else rate,
+                betas=settings.get("betas", (0.9, 0.999)),
+                weight_decay=decay,
+            )
+            if self.learning_rate is None:
+                scale_learning_rate(stepping, factor)
+        schedule = warm_up(stepping, plan.warmup_steps(self.warmup_epochs), factor)
+        if self.max_norm is not None:
+            stepping = NormClipping(stepping, self.max_norm)
+        return MethodRun(
+            optimizer=stepping, schedule=schedule, global_batch_size=plan.global_batch_size
+        )
