@@ -60,8 +60,9 @@ class TensorImages(Dataset[tuple[Tensor, int]]):
         self.targets = labels.to(torch.int64)
         self.image_size = image_size
         self.channels = channels
-        self._mean = torch.tensor(mean, dtype=torch.float32).view(1, -1, 1, 1)
-        self._std = torch.tensor(std, dtype=torch.float32).view(1, -1, 1, 1)
+        deviation = torch.tensor(std, dtype=torch.float32).view(1, -1, 1, 1)
+        self._scale = 1 / (255 * deviation)
+        self._offset = torch.tensor(mean, dtype=torch.float32).view(1, -1, 1, 1) / deviation
         self._length = length or len(images)
         self._augment = augment
         self._mirror = mirror
@@ -95,11 +96,11 @@ class TensorImages(Dataset[tuple[Tensor, int]]):
         return images, self.targets[at]
 
     def _prepare(self, images: Tensor) -> Tensor:
-        values = images.to(torch.float32).div_(255)
+        values = images.to(torch.float32)
         if values.shape[-2:] != (self.image_size, self.image_size):
             size = (self.image_size, self.image_size)
             values = interpolate(values, size, mode="bilinear", antialias=True)
-        return values.sub_(self._mean).div_(self._std)
+        return values.mul_(self._scale).sub_(self._offset)
 
 
 def _shift(images: Tensor, largest: int) -> Tensor:

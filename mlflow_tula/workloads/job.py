@@ -83,7 +83,7 @@ def fitting_image_size(model: str, size: int) -> int:
     64x64, ViT-H/14 42x42. Your own models take every size.
     """
     for prefix, (smallest, multiple) in _FITTING_SIZES.items():
-        if model.lower().startswith(prefix) and not is_import_path(model):
+        if model.startswith(prefix) and not is_import_path(model):
             return -(-max(size, smallest) // multiple) * multiple
     return size
 
@@ -137,6 +137,8 @@ class Job(Spec):
                 raise InvalidInputError(
                     f"{name} must be a built-in name or package.module:function, not {value!r}"
                 )
+            if not is_import_path(value):
+                object.__setattr__(self, name, value.lower())
         check_choice("precision", self.precision, Precision)
         check_choice("strategy", self.strategy, Strategy)
         for name, largest in (
@@ -199,7 +201,7 @@ class Job(Spec):
         """The learning rate, or the optimizer's default where the job has none."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return DEFAULT_LEARNING_RATES.get(self.optimizer.lower(), 0.001)
+        return DEFAULT_LEARNING_RATES.get(self.optimizer, 0.001)
 
     @property
     def variant(self) -> str:

@@ -103,7 +103,6 @@ def _build(job: Job, num_classes: int, image_size: int | None) -> nn.Module:
 def _build_torchvision(name: str, num_classes: int, image_size: int | None) -> nn.Module:
     from torchvision import models
 
-    name = name.lower()
     known = list_models()
     if name not in known:
         raise UnknownNameError("model", name, known, "(your own: package.module:function)")

@@ -44,16 +44,16 @@ def resolve_callable(text: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def call_with_known(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call `function` with those of `arguments` that it takes by name."""
+def call_with_known(function: Callable[..., Any], *leading: Any, **arguments: Any) -> Any:
+    """Call `function` with `leading`, and with those of `arguments` that it takes by name."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())[len(leading) :]
     except (TypeError, ValueError):  # some builtins have no signature
-        return function()
+        return function(*leading)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return function(**arguments)
+        return function(*leading, **arguments)
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return function(**{name: value for name, value in arguments.items() if name in by_name})
+    return function(*leading, **{key: arguments[key] for key in arguments if key in by_name})
 
 
 def _load_module(name: str, text: str) -> ModuleType:
