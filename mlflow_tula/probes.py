@@ -28,6 +28,16 @@ class Probe(Spec):
         for name in ("local_batch_size", "nodes", "devices_per_node", "accumulation_steps"):
             check_int(name, getattr(self, name))
 
+    @classmethod
+    def of(cls, row: Measurement) -> Probe:
+        """The configuration of a row."""
+        return cls(
+            local_batch_size=row.local_batch_size,
+            nodes=row.nodes,
+            devices_per_node=row.devices_per_node,
+            accumulation_steps=row.accumulation_steps,
+        )
+
     @property
     def world_size(self) -> int:
         """Data-parallel ranks."""
@@ -100,12 +110,7 @@ def answers_of(table: ProfileTable) -> dict[Probe, str]:
     """Status of every configuration that has a row; one that ran once counts as running."""
     answers: dict[Probe, str] = {}
     for row in table.measurements:
-        probe = Probe(
-            local_batch_size=row.local_batch_size,
-            nodes=row.nodes,
-            devices_per_node=row.devices_per_node,
-            accumulation_steps=row.accumulation_steps,
-        )
+        probe = Probe.of(row)
         if answers.get(probe) != "ok":
             answers[probe] = row.status
     return answers

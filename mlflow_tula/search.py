@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from mlflow_tula.batches import candidate_batch_sizes
 from mlflow_tula.errors import InvalidInputError, TulaWarning
 from mlflow_tula.fit import fit
-from mlflow_tula.knee import Floats, diminishing_returns, relative_noise
+from mlflow_tula.knee import TIE, Floats, diminishing_returns, relative_noise
 from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.predictors.convergence import ConvergencePredictor
 from mlflow_tula.probes import (
@@ -55,6 +56,7 @@ _DRAWS = 256
 _Z90 = 1.645
 _MEASURED_NOISE = 0.02
 _FIRST_SHARE = 1 / 3
+OUTLINE = 3
 
 
 class Search(Protocol):
@@ -157,8 +159,6 @@ class PartialSearch:
             found = _end(table, group, answers, left_s)
             if found is not None:
                 probe, what = found
-            elif number == 0 and (middle := _middle(group, answers)) is not None:
-                probe, what = middle, "the middle"
             else:
                 continue
             self.reason = f"{what} of {where}: local batch size {probe.local_batch_size}"
@@ -197,71 +197,88 @@ class PartialSearch:
         if not table.ok:
             self.reason = f"none of {len(answers)} probes fits: no smaller candidate is left"
             return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", TulaWarning)
-            bundle = fit(table, self.convergence)
-        best: tuple[float, Probe, float] | None = None
-        largest_loss, open_probes = 0.0, 0
+        bundle = self._fit(table)
+        best: tuple[float, Probe] | None = None
+        open_probes, too_long, largest_loss = 0, 0, 0.0
         for number, group in enumerate(self._groups(answers)):
-            running = [p for p in group if answers.get(p, "ok") == "ok"]
-            unknown = [i for i, p in enumerate(running) if p not in answers]
-            if not unknown:
-                continue
-            open_probes += len(unknown)
-            loss, gains = self._gains(bundle, running, answers)
-            largest_loss = max(largest_loss, loss)
+            running = [probe for probe in group if answers.get(probe, "ok") == "ok"]
+            unknown = [i for i, probe in enumerate(running) if probe not in answers]
             few = number == 0 and len(group) - len(unknown) < self.min_probes
+            loss, gains = self._gains(bundle, running, answers)
+            open_probes += len(unknown)
+            largest_loss = max(largest_loss, loss)
+            if not few and (loss < ENOUGH or self._steady(table, bundle, running)):
+                continue
             for i in unknown:
                 seconds = expected_probe_time_s(table, running[i])
-                if left_s is not None and seconds > left_s:
-                    continue
                 worth = max(gains[i], ENOUGH if few else 0.0)
-                if worth < ENOUGH / 4 or (loss < ENOUGH and not few):
-                    continue
-                if best is None or worth / seconds > best[0]:
-                    best = (worth / seconds, running[i], loss)
-        return self._told(best, largest_loss, open_probes)
-
-    def _told(
-        self, best: tuple[float, Probe, float] | None, loss: float, open_probes: int
-    ) -> Probe | None:
-        """Set the reason, and return the probe of `best`."""
+                if left_s is not None and seconds > left_s:
+                    too_long += 1
+                elif worth >= ENOUGH / 4 and (best is None or worth / seconds > best[0]):
+                    best = (worth / seconds, running[i])
         if best is not None:
-            _, probe, loss = best
             self.reason = (
-                f"local batch size {probe.local_batch_size} at world size {probe.world_size} is "
-                f"worth most to the decision (expected loss {loss:.1%})"
+                f"local batch size {best[1].local_batch_size} at world size {best[1].world_size} "
+                f"is worth most to the decision (expected loss {largest_loss:.1%})"
             )
-            return probe
+            return best[1]
         if not open_probes:
             self.reason = "every candidate was measured"
-        elif loss < ENOUGH:
-            self.reason = f"the decision no longer changes (expected loss {loss:.1%})"
+        elif too_long:
+            self.reason = f"the time budget: {too_long} probes worth their time do not fit in it"
         else:
-            self.reason = (
-                f"no affordable probe would change the decision (expected loss {loss:.1%})"
-            )
+            self.reason = f"the decision no longer changes (expected loss {largest_loss:.1%})"
         return None
 
-    def _gains(
-        self, bundle: PredictorBundle, group: Sequence[Probe], answers: Mapping[Probe, str]
-    ) -> tuple[float, Floats]:
-        """Expected loss of deciding now, and by how much each candidate's probe would lower it."""
+    def _fit(self, table: ProfileTable) -> PredictorBundle:
+        """The predictors so far; that there are few rows is no news here."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TulaWarning)
+            return fit(table, self.convergence)
+
+    def _predict(self, bundle: PredictorBundle, group: Sequence[Probe]) -> tuple[Floats, Floats]:
+        """Logarithm of the time that decides, and the relative noise of the step time.
+
+        The step time's own interval: a probe can narrow it, but not that of the epochs to target.
+        """
         import pandas as pd
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", TulaWarning)
             out = bundle.predict(pd.DataFrame([probe.to_dict() for probe in group]))
         name = "epoch_time_s" if self.convergence is None else "time_to_target_s"
-        # The step time's own interval: a probe can narrow it, but not the epochs to target.
-        noise = relative_noise(
-            out["step_time_s_lower"].to_numpy(float), out["step_time_s_upper"].to_numpy(float)
-        )
+        ends = (out[f"step_time_s_{end}"].to_numpy(float) for end in ("lower", "upper"))
+        return np.log(out[name].to_numpy(float)), relative_noise(*ends)
+
+    def _gains(
+        self, bundle: PredictorBundle, group: Sequence[Probe], answers: Mapping[Probe, str]
+    ) -> tuple[float, Floats]:
+        """Expected loss of deciding now, and by how much each candidate's probe would lower it."""
+        centre, noise = self._predict(bundle, group)
         known = np.array([probe in answers for probe in group])
         spread = np.where(known, np.minimum(noise / _Z90, _MEASURED_NOISE), noise / _Z90)
         sizes = np.array([probe.global_batch_size for probe in group], float)
-        centre = np.log(out[name].to_numpy(float))
         return decision_gains(sizes, centre, spread, known, to_knee=self.convergence is None)
+
+    def _steady(self, table: ProfileTable, bundle: PredictorBundle, group: Sequence[Probe]) -> bool:
+        """Whether the choice stays within a tie when any one inner measurement is left out."""
+        sizes = np.array([probe.global_batch_size for probe in group], float)
+        centre, _ = self._predict(bundle, group)
+
+        def decide(log_times: Floats) -> int:
+            if self.convergence is not None:
+                return int(np.argmin(log_times))
+            return diminishing_returns(sizes, np.exp(log_times - log_times.min()))
+
+        chosen = decide(centre)
+        inner = [row for row in table.ok if Probe.of(row).layout == group[0].layout]
+        inner = sorted(inner, key=lambda row: row.local_batch_size)[1:-1]
+        for left_out in inner:
+            rest = tuple(row for row in table.measurements if row is not left_out)
+            other = decide(self._predict(self._fit(replace(table, measurements=rest)), group)[0])
+            if abs(centre[other] - centre[chosen]) > TIE:
+                return False
+        return len(inner) > 1
 
 
 def decision_gains(
@@ -308,38 +325,24 @@ def _smooth_normals(sizes: Floats) -> Floats:
 def _end(
     table: ProfileTable, group: Sequence[Probe], answers: Mapping[Probe, str], left_s: float | None
 ) -> tuple[Probe, str] | None:
-    """The smallest size that runs, then a large one, halving after each that does not."""
+    """The smallest size that runs, then one well above it, halving after each that does not."""
     running = [i for i, probe in enumerate(group) if answers.get(probe) == "ok"]
     if not running:
         unanswered = [probe for probe in group if probe not in answers]
         tried = len(group) - len(unanswered)
         return (unanswered[0], "the smallest") if unanswered and tried < MAX_FAILURES else None
-    if len(running) > 1:
+    if len(running) >= OUTLINE:
         return None
-    first = running[0]
-    beyond = [i for i in range(first + 1, len(group)) if group[i] in answers]
-    top = min(beyond, default=len(group))
-    options = [group[i] for i in range(first + 1, top)]
+    last = running[-1]
+    beyond = [i for i in range(last + 1, len(group)) if group[i] in answers]
+    options = [group[i] for i in range(last + 1, min(beyond, default=len(group)))]
     if left_s is not None:
-        affordable = [
-            p for p in options if expected_probe_time_s(table, p) <= _FIRST_SHARE * left_s
-        ]
-        options = affordable or options[:1]
+        options = [p for p in options if expected_probe_time_s(table, p) <= _FIRST_SHARE * left_s]
     if not options:
         return None
-    return (options[len(options) // 2], "halfway") if beyond else (options[-1], "the largest")
-
-
-def _middle(group: Sequence[Probe], answers: Mapping[Probe, str]) -> Probe | None:
-    """The geometric middle between the ends, while nothing between them has an answer."""
-    running = [i for i, probe in enumerate(group) if answers.get(probe) == "ok"]
-    if len(running) < 2:
-        return None
-    between = range(running[0] + 1, running[-1])
-    if not between or any(group[i] in answers for i in between):
-        return None
-    goal = (group[running[0]].local_batch_size * group[running[-1]].local_batch_size) ** 0.5
-    return min((group[i] for i in between), key=lambda p: abs(np.log(p.local_batch_size / goal)))
+    goal = (group[last].local_batch_size * options[-1].local_batch_size) ** 0.5
+    nearest = min(options, key=lambda p: abs(np.log(p.local_batch_size / goal)))
+    return nearest, "halfway up"
 
 
 def _only_failures(table: ProfileTable) -> str:
