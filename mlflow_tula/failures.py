@@ -1,0 +1,166 @@
+"""What a failed rank tells: out of memory or something else, in one line.
+
+Every framework words "out of memory" differently, and some messages only look like it. The one
+list of both lives here; profiling and training ask `is_out_of_memory` and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlflow_tula.specs import Spec
+
+FailureStatus = Literal["oom", "failed"]
+
+_OUT_OF_MEMORY = re.compile(
+    r"""
+      \b(?:cuda|hip|xpu|mps(?:\s+backend)?)\s+out\s+of\s+memory      # torch's caching allocators
+    | \boutofmemoryerror\b
+    | \bcuda(?:\s+runtime)?\s+error(?:\s*\(2\))?\s*:\s*out\s+of\s+memory
+    | \bcuda_error_out_of_memory\b | \bcudaerrormemoryallocation\b | \bhiperroroutofmemory\b
+    | \bcublas_status_alloc_failed\b | \bcudnn_status_alloc_failed\b
+    | \bcusolver_status_alloc_failed\b | \bcusparse_status_alloc_failed\b
+    | \bcudnn_status_internal_error_device_allocation_failed\b
+    | \bunable\s+to\s+find\s+a\s+valid\s+cudnn\s+algorithm            # cuDNN without workspace
+    | \bfind\s+was\s+unable\s+to\s+find\s+an\s+engine
+    | \bdefaultcpuallocator:.*(?:can't|can’t|not\s+enough|failed\s+to)\s+alloc
+    | \bdefaultcpuallocator:\s+not\s+enough\s+memory
+    | \bstd::bad_alloc\b | \bbad\s+allocation\b
+    | \bcannot\s+allocate\s+memory\b | \benomem\b
+    | \bur_result_error_out_of_(?:device|host)_memory\b              # Intel's runtimes
+    | \bout_of_(?:device|host|resources)_memory\b
+    | \bunable\s+to\s+allocate\s+[\d.]+\s+[kmgtp]?i?b\b                # numpy
+    | \bunable\s+to\s+mmap\s+\d+\s+bytes.*cannot\s+allocate
+    | \bnccl\b.*\bout\s+of\s+memory\b
+    """,
+    re.IGNORECASE | re.VERBOSE | re.DOTALL,
+)
+_LOOK_ALIKE = re.compile(
+    r"too\s+many\s+open\s+files|no\s+space\s+left\s+on\s+device|illegal\s+memory\s+access"
+    r"|out\s+of\s+(?:bounds|range|shared\s+memory\s+slots)",
+    re.IGNORECASE,
+)
+_MAX_REASON = 300
+
+
+def is_out_of_memory(failure: BaseException | str | None) -> bool:
+    """Whether an exception (or its text) says that memory ran out, on a device or the host.
+
+    Known are torch's allocators for CUDA, HIP, MPS and XPU, the CPU allocator, cuBLAS and cuDNN
+    without workspace, `std::bad_alloc`, `MemoryError` and numpy's allocation error. An illegal
+    memory access, a full disk or too many open files is none of them. The chain of causes counts.
+    """
+    if failure is None:
+        return False
+    if isinstance(failure, str):
+        return bool(_OUT_OF_MEMORY.search(failure)) and not _LOOK_ALIKE.search(failure)
+    seen: set[int] = set()
+    link: BaseException | None = failure
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, MemoryError) or type(link).__name__ == "OutOfMemoryError":
+            return True
+        if is_out_of_memory(str(link)):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def one_line(failure: BaseException | str) -> str:
+    """The first line that says something, shortened; an exception carries its class's name."""
+    text = failure if isinstance(failure, str) else str(failure)
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    first = lines[0] if lines else ""
+    if not isinstance(failure, str):
+        first = f"{type(failure).__name__}: {first}" if first else type(failure).__name__
+    return first if len(first) <= _MAX_REASON else f"{first[: _MAX_REASON - 3]}..."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailure(Spec):
+    """Why a group of ranks ended: the first rank that failed, and its own words.
+
+    `kind` is the exception's class name, the signal's name, `timeout` or `exit`; `rank` is None
+    where no single rank can be blamed.
+    """
+
+    rank: int | None
+    status: FailureStatus
+    kind: str
+    message: str
+    exit_code: int | None = None
+    time: float = 0.0
+    traceback: str = ""
+
+    @property
+    def reason(self) -> str:
+        """One line for a table: which rank, and why."""
+        where = "" if self.rank is None else f"rank {self.rank}: "
+        return f"{where}{self.message}"
+
+    @classmethod
+    def from_exception(cls, rank: int, error: BaseException, **rest: Any) -> RankFailure:
+        """What a rank reports of its own exception."""
+        return cls(
+            rank=rank,
+            status="oom" if is_out_of_memory(error) else "failed",
+            kind=type(error).__name__,
+            message=one_line(error),
+            **rest,
+        )
+
+    @classmethod
+    def from_exit(cls, rank: int | None, exit_code: int, log_tail: str = "") -> RankFailure:
+        """What an exit code tells where a rank left no words of its own.
+
+        SIGKILL is how the kernel frees memory, so it counts as (probably) out of memory.
+        """
+        if exit_code < 0:
+            try:
+                name = signal.Signals(-exit_code).name
+            except ValueError:
+                name = f"signal {-exit_code}"
+            killed = -exit_code == getattr(signal, "SIGKILL", 9)
+            guess = ", probably by the kernel because memory ran out" if killed else ""
+            status: FailureStatus = "oom" if killed or is_out_of_memory(log_tail) else "failed"
+            return cls(
+                rank=rank,
+                status=status,
+                kind=name,
+                message=f"killed by {name}{guess}",
+                exit_code=exit_code,
+            )
+        last = [line.strip() for line in log_tail.splitlines() if line.strip()]
+        words = f": {one_line(last[-1])}" if last else ""
+        return cls(
+            rank=rank,
+            status="oom" if is_out_of_memory(log_tail) else "failed",
+            kind="exit",
+            message=f"ended with exit code {exit_code}{words}",
+            exit_code=exit_code,
+        )
+
+
+def root_cause(failures: list[RankFailure]) -> RankFailure:
+    """The failure to blame: out of memory first, then own faults before lost peers, then time.
+
+    A rank that waits in an all-reduce fails because its peer is gone; that is never the cause.
+    """
+    if not failures:
+        raise ValueError("root_cause needs at least one failure")
+    return min(failures, key=lambda f: (f.status != "oom", _is_lost_peer(f.message), f.time))
+
+
+def _is_lost_peer(message: str) -> bool:
+    """Whether the words are those of a rank whose peer went away."""
+    return bool(
+        re.search(
+            r"connection\s+(?:closed|reset|refused)|broken\s+pipe|gloo|nccl|socket|sigterm"
+            r"|process\s+group|watchdog|store",
+            message,
+            re.IGNORECASE,
+        )
+    )

@@ -1,0 +1,300 @@
+"""Start a module on several ranks through torch.distributed.run, and learn how they ended.
+
+    group = RankGroup("mlflow_tula.train_worker", ["--folder", "x"], num_ranks=2)
+    with group:                       # nothing of it is left running afterwards
+        group.wait(timeout_s=600)     # RankFailedError names the rank and its reason
+        group.results()               # what each rank gave to report()
+
+The calling process never imports torch. Between it and the ranks stands one agent process,
+`python -m mlflow_tula.launch_agent`, which is torch.distributed.run itself plus a JSON note of
+the exit codes. Ranks start with a clean environment: no MLFLOW_RUN_ID (a worker that holds it
+resumes and ends the parent's run), nothing of an outer launcher, and the parent's import path.
+
+A rank's side is `mlflow_tula.ranks.run_rank(work)`: it reports an exception as JSON and leaves at
+once, so that peers waiting in an all-reduce are stopped by the agent and never wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import psutil
+
+from mlflow_tula.errors import InvalidInputError, WorkFailedError
+from mlflow_tula.failures import RankFailure, root_cause
+from mlflow_tula.ranks import FOLDER_VARIABLE, GROUP_VARIABLE, PARENT_VARIABLE, signal_all
+from mlflow_tula.specs import check_int
+
+logger = logging.getLogger(__name__)
+
+_DROPPED = frozenset(
+    {
+        "MLFLOW_RUN_ID",
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT"),
+    }
+)
+_GRACE_S = 3.0
+_LOG_TAIL = 4000
+
+
+class RankFailedError(WorkFailedError):
+    """A rank crashed, was killed, ran out of memory or out of time; `failure` says which."""
+
+    def __init__(self, failure: RankFailure) -> None:
+        """Make the message from the failure's one line."""
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+class RankGroup:
+    """One module on `num_ranks` local ranks, from start to the last process gone."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        num_ranks: int = 1,
+        threads_per_rank: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        nodes: int = 1,
+        node_rank: int = 0,
+        master: str = "",
+    ) -> None:
+        """Describe the group; `start` (or `with`) starts it.
+
+        Args:
+            module: what each rank runs, as `python -m module`.
+            arguments: the module's own command line.
+            num_ranks: processes on this node, one per device.
+            threads_per_rank: OpenMP threads; None divides the usable cores among the ranks.
+            environment: additions to the ranks' environment.
+            folder: where ranks report and the log is kept; None makes one and removes it.
+            nodes: how many machines run the same group.
+            node_rank: this machine's place among them.
+            master: `host:port` of node 0; needed when there is more than one node.
+        """
+        self.num_ranks = check_int("num_ranks", num_ranks, maximum=10**4)
+        if check_int("nodes", nodes) > 1 and ":" not in master:
+            raise InvalidInputError(f"{nodes} nodes need master as host:port, not {master!r}")
+        self._owns_folder = folder is None
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="tula-ranks-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.identity = uuid.uuid4().hex
+        threads = threads_per_rank or max(1, usable_threads() // num_ranks)
+        self._environment = rank_environment(
+            self.folder, self.identity, threads=threads, additions=environment or {}, nodes=nodes
+        )
+        placement = ["--nproc-per-node", str(num_ranks), "--max-restarts", "0"]
+        if nodes > 1:
+            host, port = master.rsplit(":", 1)
+            placement += ["--nnodes", str(nodes), "--node-rank", str(node_rank)]
+            placement += ["--master-addr", host, "--master-port", port]
+        else:
+            placement += ["--standalone", "--local-addr", "localhost"]
+        self._command = [sys.executable, "-m", "mlflow_tula.launch_agent", *placement]
+        self._command += ["--module", module, *arguments]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        """Start the agent; its ranks follow within seconds."""
+        with (self.folder / "log.txt").open("ab") as log:
+            # Its own session: a Ctrl-C in the terminal reaches only the caller, who then decides.
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def poll(self) -> int | None:
+        """The agent's exit code, or None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when every rank has ended well; else stop the rest and raise RankFailedError."""
+        if self._process is None:
+            raise InvalidInputError("the group was not started: call start() first")
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            self.stop()
+            raise RankFailedError(timeout_failure(timeout_s)) from error
+        if self._process.returncode != 0:
+            failure = self.failure()
+            self.stop()
+            raise RankFailedError(failure)
+
+    def failure(self) -> RankFailure:
+        """Why the group ended: a rank's own words, else its exit code, else the agent's."""
+        told = [
+            RankFailure.from_dict(json.loads(path.read_text()))
+            for path in sorted(self.folder.glob("failure-rank*.json"))
+        ]
+        exits = self._read_json("exits.json") or {}
+        tail = self.log_tail()
+        silent = [
+            RankFailure.from_exit(int(rank), int(code))
+            for rank, code in exits.items()
+            if all(failure.rank != int(rank) for failure in told)
+        ]
+        if told or silent:
+            return root_cause([*told, *silent])
+        return RankFailure.from_exit(None, self.poll() or 0, tail)
+
+    def results(self) -> list[dict[str, Any]]:
+        """What each local rank gave to `report`, by rank; empty for a rank that gave nothing."""
+        return [self._read_json(f"result-rank{rank}.json") or {} for rank in range(self.num_ranks)]
+
+    def log_tail(self) -> str:
+        """The end of what the agent and its ranks printed."""
+        try:
+            return (self.folder / "log.txt").read_bytes()[-_LOG_TAIL:].decode(errors="replace")
+        except OSError:
+            return ""
+
+    def stop(self) -> None:
+        """End every process of the group, gently and then not; returns when none is left."""
+        deadline = time.monotonic() + _GRACE_S
+        signal_all(self._processes(), signal.SIGTERM)
+        while (left := self._processes()) and time.monotonic() < deadline:
+            self.poll()
+            time.sleep(0.05)
+        while left:
+            signal_all(left, getattr(signal, "SIGKILL", signal.SIGTERM))
+            self.poll()
+            time.sleep(0.05)
+            left = self._processes()
+        self.poll()
+
+    def close(self) -> None:
+        """Stop, and remove the folder where the group made it."""
+        self.stop()
+        if self._owns_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        """Start the group."""
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave no process behind, whatever happened."""
+        self.close()
+
+    def _processes(self) -> list[psutil.Process]:
+        """Every live process that inherited this group's identity, loader workers included."""
+        if self._process is None:
+            return []
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
+                    continue
+                if process.environ().get(GROUP_VARIABLE) == self.identity:
+                    found.append(process)
+        return found
+
+    def _read_json(self, name: str) -> dict[str, Any] | None:
+        try:
+            return cast("dict[str, Any]", json.loads((self.folder / name).read_text()))
+        except (OSError, ValueError):
+            return None
+
+
+def launch(
+    module: str,
+    arguments: Sequence[str] = (),
+    *,
+    num_ranks: int = 1,
+    timeout_s: float | None = None,
+    threads_per_rank: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Run a module on `num_ranks` local ranks to its end and return what each reported.
+
+    Raises:
+        RankFailedError: a rank failed or `timeout_s` passed; no process of it is left.
+    """
+    group = RankGroup(
+        module,
+        arguments,
+        num_ranks=num_ranks,
+        threads_per_rank=threads_per_rank,
+        environment=environment,
+    )
+    with group:
+        group.wait(timeout_s)
+        return group.results()
+
+
+def timeout_failure(timeout_s: float | None) -> RankFailure:
+    """The failure of a group that gave no answer in time."""
+    return RankFailure(
+        rank=None, status="failed", kind="timeout", message=f"no answer within {timeout_s:.0f} s"
+    )
+
+
+def usable_threads() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def rank_environment(
+    folder: Path,
+    identity: str,
+    *,
+    threads: int,
+    additions: Mapping[str, str],
+    nodes: int = 1,
+) -> dict[str, str]:
+    """The environment of a group: the caller's, less what would lead its ranks astray."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _DROPPED and not name.startswith(("TORCHELASTIC_", "TORCH_NCCL_ASYNC"))
+    }
+    here = [path or str(Path.cwd()) for path in sys.path]
+    environment |= {
+        # The caller's import path, and not the folder it happens to stand in (STYLE: a file
+        # named like a standard module would shadow it).
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(here)),
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": str(threads),
+        # Spinning threads collapse when anything else runs on the machine (METHOD section 9).
+        "OMP_WAIT_POLICY": "passive",
+        "KINETO_LOG_LEVEL": "5",
+        FOLDER_VARIABLE: str(folder),
+        GROUP_VARIABLE: identity,
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+    if nodes == 1 and sys.platform == "linux":
+        # One machine: gloo must not depend on what the host name resolves to.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment | dict(additions)
