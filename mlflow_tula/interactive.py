@@ -7,7 +7,7 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
-from mlflow_tula.curves import Curve, curves
+from mlflow_tula.overlays import Overlay, overlays
 from mlflow_tula.panels import CHOICE_COLOR, byte_unit, color, time_unit
 from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.recommendation import Recommendation
@@ -32,7 +32,7 @@ def save_html(
     figure = make_subplots(
         rows=1, cols=3, subplot_titles=("epoch time", "step time", "memory of a rank")
     )
-    lines = curves(table, bundle, dense=True)
+    lines = overlays(table, bundle, dense=True)
     limit = memory_limit_bytes or float(bundle.hardware.device_memory_bytes)
     times = [value for line in lines for value in line.predicted["epoch_time_s"]]
     steps = [value for line in lines for value in line.predicted["step_time_s"]]
@@ -62,7 +62,7 @@ def save_html(
     figure.write_html(Path(path), include_plotlyjs=True, full_html=True)
 
 
-def _range(lines: Sequence[Curve], quantity: str, factor: float, limit: float) -> dict[str, Any]:
+def _range(lines: Sequence[Overlay], quantity: str, factor: float, limit: float) -> dict[str, Any]:
     """Room for the lines; a wide band may run out of the panel. Step time is logarithmic."""
     values = [value * factor for line in lines for value in line.predicted[quantity]]
     if quantity == "step_time_s":
@@ -71,7 +71,7 @@ def _range(lines: Sequence[Curve], quantity: str, factor: float, limit: float) -
     return {"range": [0.0, 1.15 * top]}
 
 
-def _ticks(lines: Sequence[Curve], x: str) -> dict[str, Any]:
+def _ticks(lines: Sequence[Overlay], x: str) -> dict[str, Any]:
     """Powers of two as the axis's numbers."""
     sizes = [int(size) for line in lines for size in line.predicted[x]]
     powers = [2**n for n in range(64) if min(sizes) <= 2**n <= max(sizes)]
@@ -79,7 +79,7 @@ def _ticks(lines: Sequence[Curve], x: str) -> dict[str, Any]:
 
 
 def _add_panel(
-    figure: Any, lines: Sequence[Curve], quantity: str, x: str, factor: float, column: int
+    figure: Any, lines: Sequence[Overlay], quantity: str, x: str, factor: float, column: int
 ) -> None:
     """Band, line and measured points of every layout."""
     import plotly.graph_objects as go

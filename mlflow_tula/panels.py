@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlflow_tula.curves import Curve
+from mlflow_tula.overlays import Overlay
 from mlflow_tula.recommendation import Recommendation
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def marker(number: int) -> str:
 
 def draw_times(
     axes: Axes,
-    lines: Sequence[Curve],
+    lines: Sequence[Overlay],
     quantity: str,
     name: str,
     recommendation: Recommendation | None = None,
@@ -96,7 +96,7 @@ def draw_times(
 
 
 def draw_throughput(
-    axes: Axes, lines: Sequence[Curve], recommendation: Recommendation | None
+    axes: Axes, lines: Sequence[Overlay], recommendation: Recommendation | None
 ) -> None:
     """Samples per second, where no price makes a trade-off of time and cost."""
     for number, line in enumerate(lines):
@@ -120,7 +120,7 @@ def draw_throughput(
 
 
 def draw_memory(
-    axes: Axes, lines: Sequence[Curve], limit: float, recommendation: Recommendation | None
+    axes: Axes, lines: Sequence[Overlay], limit: float, recommendation: Recommendation | None
 ) -> None:
     """Peak bytes of a rank, what failed, and the limit."""
     quantity = "peak_memory_bytes"
@@ -198,7 +198,7 @@ def draw_pareto(axes: Axes, recommendation: Recommendation) -> None:
     axes.grid(alpha=0.25)
 
 
-def draw_residuals(axes: Axes, lines: Sequence[Curve]) -> None:
+def draw_residuals(axes: Axes, lines: Sequence[Overlay]) -> None:
     """Predicted over measured step time, less one, in percent."""
     axes.axhspan(-10, 10, color="0.93", zorder=0)
     axes.axhline(0.0, color="0.4", linewidth=0.8)
@@ -222,7 +222,7 @@ def has_cost(recommendation: Recommendation) -> bool:
 
 def key(
     figure: Figure,
-    lines: Sequence[Curve],
+    lines: Sequence[Overlay],
     recommendation: Recommendation | None,
     *,
     band: bool = True,
@@ -267,7 +267,7 @@ def _draw_line(
     axes.plot(sizes, np.where(joined, middle, np.nan), color=shade, linewidth=1.6, linestyle="--")
 
 
-def _mark_failed(axes: Axes, lines: Sequence[Curve], x: str) -> None:
+def _mark_failed(axes: Axes, lines: Sequence[Overlay], x: str) -> None:
     """Crosses on the axis where a trial did not run."""
     for number, line in enumerate(lines):
         for row in line.failed:
@@ -299,7 +299,7 @@ def _mark_choice(
         axes.plot([size], [value * factor], marker="*", markersize=17, color=CHOICE_COLOR, zorder=6)
 
 
-def all_sizes(lines: Sequence[Curve], x: str) -> list[int]:
+def all_sizes(lines: Sequence[Overlay], x: str) -> list[int]:
     """Every batch size that is drawn."""
     return sorted({int(size) for line in lines for size in line.predicted[x]})
 
@@ -319,7 +319,7 @@ def batch_axis(axes: Axes, label: str, sizes: Sequence[int]) -> None:
     axes.grid(alpha=0.25)
 
 
-def _value_axis(axes: Axes, lines: Sequence[Curve], quantity: str, factor: float) -> None:
+def _value_axis(axes: Axes, lines: Sequence[Overlay], quantity: str, factor: float) -> None:
     """Room for points and lines (a wide band may run out of the panel); logarithmic when long."""
     parts = [line.predicted[quantity].astype(float) for line in lines]
     parts += [line.measured[quantity].astype(float) for line in lines]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlflow_tula.curves import curves
+from mlflow_tula.overlays import overlays
 from mlflow_tula.panels import (
     draw_memory,
     draw_pareto,
@@ -45,7 +45,7 @@ def overview(
     """
     figure = _figure(2, 2, width=13.0, height=9.0)
     axes = figure.subplots(2, 2)
-    lines = curves(table, bundle, dense=True)
+    lines = overlays(table, bundle, dense=True)
     limit = memory_limit_bytes or float(bundle.hardware.device_memory_bytes)
     draw_times(axes[0, 0], lines, "step_time_s", "step time")
     draw_times(axes[0, 1], lines, "epoch_time_s", "epoch time", recommendation)
@@ -80,7 +80,7 @@ def memory(
 ) -> Figure:
     """Peak memory of a rank against the local batch size, with the limit."""
     figure = _figure(1, 1, width=7.5, height=5.0)
-    lines = curves(table, bundle, dense=True)
+    lines = overlays(table, bundle, dense=True)
     limit = memory_limit_bytes or float(bundle.hardware.device_memory_bytes)
     draw_memory(figure.subplots(), lines, limit, recommendation)
     key(figure, lines, recommendation)
@@ -97,7 +97,7 @@ def pareto(recommendation: Recommendation) -> Figure:
 def residuals(table: ProfileTable, bundle: PredictorBundle) -> Figure:
     """Predicted over measured step time, less one, in percent, against the global batch size."""
     figure = _figure(1, 1, width=7.5, height=4.5)
-    lines = curves(table, bundle)
+    lines = overlays(table, bundle)
     draw_residuals(figure.subplots(), lines)
     key(figure, lines, None, band=False)
     return figure
@@ -127,7 +127,7 @@ def _one(
 ) -> Figure:
     """One time panel as a figure."""
     figure = _figure(1, 1, width=7.5, height=5.0)
-    lines = curves(table, bundle, dense=True)
+    lines = overlays(table, bundle, dense=True)
     draw_times(figure.subplots(), lines, quantity, name, recommendation)
     key(figure, lines, recommendation)
     return figure

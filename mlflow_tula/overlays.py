@@ -28,7 +28,7 @@ _DENSE = 96
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
+class Overlay:
     """One layout: its measured rows and the predictions along the batch sizes.
 
     `measured` has the columns of ProfileTable.to_frame, `global_batch_size`, `epoch_time_s`, and
@@ -61,10 +61,10 @@ class Curve:
         return text
 
 
-def curves(
+def overlays(
     table: ProfileTable, bundle: PredictorBundle, *, dense: bool = False
-) -> tuple[Curve, ...]:
-    """One Curve per measured layout, the fewest devices first.
+) -> tuple[Overlay, ...]:
+    """One Overlay per measured layout, the fewest devices first.
 
     Args:
         table: the measurements.
@@ -81,11 +81,11 @@ def _layout(row: Measurement) -> tuple[int, int, int]:
 
 def _curve(
     table: ProfileTable, bundle: PredictorBundle, layout: tuple[int, int, int], dense: bool
-) -> Curve:
+) -> Overlay:
     """The rows of one layout and the predictions along its batch sizes."""
     rows = [row for row in table.measurements if _layout(row) == layout]
     ran = [row for row in rows if row.status == "ok"]
-    return Curve(
+    return Overlay(
         nodes=layout[0],
         devices_per_node=layout[1],
         accumulation_steps=layout[2],
