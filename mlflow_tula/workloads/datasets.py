@@ -15,6 +15,7 @@ repeated to three channels, because torchvision's models take three.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +43,8 @@ from mlflow_tula.workloads.job import (
 )
 from mlflow_tula.workloads.own_data import Datasets, build_own_datasets, labels_of
 from mlflow_tula.workloads.splits import stratified_split, stratified_subset
+
+logger = logging.getLogger(__name__)
 
 DATA_DIR_VARIABLE = "TULA_DATA_DIR"
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -75,6 +78,8 @@ def build_datasets(job: Job) -> Datasets:
     if build is None:
         hint = "(your own: package.module:function)"
         raise UnknownNameError("dataset", job.dataset, list_datasets(), hint)
+    if job.image_size_note:
+        logger.log(logging.WARNING if job.image_size else logging.INFO, job.image_size_note)
     data = build(job)
     if job.dataset_size is not None and job.dataset != "synthetic":
         labels = labels_of(data.train)

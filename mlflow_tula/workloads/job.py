@@ -197,6 +197,15 @@ class Job(Spec):
         return None if size is None else fitting_image_size(self.model, size)
 
     @property
+    def image_size_note(self) -> str:
+        """One line where the images are enlarged for the model, else an empty string."""
+        asked = self.image_size or DEFAULT_IMAGE_SIZES.get(self.dataset)
+        size = self.resolved_image_size
+        if asked == size or size is None:
+            return ""
+        return f"{self.model} does not take images of {asked} pixels: they are enlarged to {size}"
+
+    @property
     def resolved_learning_rate(self) -> float:
         """The learning rate, or the optimizer's default where the job has none."""
         if self.learning_rate is not None:
