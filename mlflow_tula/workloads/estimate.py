@@ -78,7 +78,7 @@ def _second_step_peak(job: Job, model: nn.Module, sample: Tensor, label: Tensor,
         def step() -> None:
             with autocast:
                 loss = loss_fn(model(inputs), target)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
 

@@ -50,10 +50,9 @@ def build_loss(job: Job) -> Loss:
         UnknownNameError: no such loss.
     """
     if is_import_path(job.loss):
-        found = resolve_callable(job.loss)
-        if inspect.isclass(found):
-            return found()  # type: ignore[no-any-return]
-        return found
+        found: Any = resolve_callable(job.loss)
+        own: Loss = found() if inspect.isclass(found) else found
+        return own
     if job.loss not in _LOSSES:
         hint = "(your own: package.module:function)"
         raise UnknownNameError("loss", job.loss, _LOSSES, hint)
