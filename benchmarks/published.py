@@ -1,7 +1,7 @@
 """Published measurements as the benchmarks read them: a folder of CSVs, units in the column names.
 
     step_times.csv   source, model, hardware, nodes, devices, homogeneous, local_batch_size,
-                     step_time_s
+                     step_time_s, sync_time_s
     epoch_times.csv  hardware, task, global_batch_size, epoch_time_s      (100,000 samples assumed)
     convergence.csv  source, task, version_or_target, global_batch_size, epochs_to_target, std,
                      runs_total, runs_reached
@@ -96,7 +96,8 @@ def node_tables(data: Published) -> Iterator[tuple[str, pd.DataFrame]]:
     even = even.assign(devices_per_node=even.devices // even.nodes)
     keys = ["nodes", "devices_per_node", "local_batch_size"]
     for (model, devices), group in even.groupby(["model", "devices_per_node"]):
-        yield f"{model} x{devices}", group.groupby(keys, as_index=False).step_time_s.median()
+        measured = group.groupby(keys, as_index=False)[["step_time_s", "sync_time_s"]].median()
+        yield f"{model} x{devices}", measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
