@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +50,9 @@ def build_loss(job: Job) -> Loss:
         UnknownNameError: no such loss.
     """
     if is_import_path(job.loss):
-        found: Any = resolve_callable(job.loss)
-        own: Loss = found() if inspect.isclass(found) else found
-        return own
+        found = resolve_callable(job.loss)
+        made: Any = found() if inspect.isclass(found) else found
+        return cast(Loss, made)
     if job.loss not in _LOSSES:
         hint = "(your own: package.module:function)"
         raise UnknownNameError("loss", job.loss, _LOSSES, hint)
