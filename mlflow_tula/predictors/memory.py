@@ -34,6 +34,9 @@ DOWN_SD, UP_SD = 0.03, 0.05
 """Relative error per doubling beyond the probes, downwards and upwards (jumps of workspace)."""
 PRIOR_STEPS = 4.0
 """How many left-out sizes that prior error is worth."""
+JUMP = 1.4
+"""Room beyond the probes for one more choice of workspace (VGG11 on an A100: 1.4 times the line);
+a CPU makes none."""
 UNKNOWN_COPY = 0.25
 """Gradients as a share of the static bytes where the parameters were not counted: of weights,
 gradients, momentum and context."""
@@ -73,6 +76,7 @@ class MemoryPredictor:
     relative_sd: float = REPEAT_SD
     down_sd: float = DOWN_SD
     up_sd: float = UP_SD
+    jump: float = 1.0
     copy_bytes: float = 0.0
     copy_sd_bytes: float = 0.0
     limit_bytes: float
@@ -113,6 +117,7 @@ class MemoryPredictor:
             **curve,
             **_copy(table, copy, sizes, peaks, float(curve["slope_bytes"])),
             **_errors(sizes, peaks, table.ok),
+            jump=1.0 if table.hardware.device_type == "cpu" else JUMP,
             limit_bytes=float(table.hardware.device_memory_bytes),
             limit_is_shared=table.hardware.device_type == "cpu",
             probes=tuple(_probe(row) for row in table.measurements),
@@ -235,16 +240,27 @@ def _curve(
             "form": "one size" if len(sizes) == 1 else "flat readings",
         }
     first = float((peaks[1] - peaks[0]) / (sizes[1] - sizes[0]))
-    bent = last < BEND_BATCH_SIZE
+    factor = _bend(sizes, peaks)
     return {
         **fields,
         "identified": True,
         "slope_bytes": slope,
         "first_slope_bytes": min(max(first, 0.0), float(peaks[0] / sizes[0])),
-        "bend_batch_size": min(2 * last, BEND_BATCH_SIZE) if bent else 0.0,
-        "bend_factor": BEND_FACTOR if bent else 1.0,
-        "form": "piecewise line" + (", bend expected beyond" if bent else ""),
+        "bend_batch_size": min(2 * last, BEND_BATCH_SIZE),
+        "bend_factor": factor,
+        "form": "piecewise line" + (", bend expected beyond" if factor > 1.0 else ""),
     }
+
+
+def _bend(sizes: Array, peaks: Array) -> float:
+    """By how much the slope is still to rise: the usual bend, less what the probes show of it."""
+    if sizes[-1] >= BEND_BATCH_SIZE:
+        return 1.0
+    growth = np.diff(peaks)
+    # a flat start is the floor of static bytes, not a slope
+    slopes = (growth / np.diff(sizes))[growth > FLAT * peaks[1:]]
+    seen = float(slopes[-1] / slopes[0]) if len(slopes) else 1.0
+    return min(max(BEND_FACTOR / seen, 1.0), BEND_FACTOR)
 
 
 def _last_slope(sizes: Array, peaks: Array) -> float:

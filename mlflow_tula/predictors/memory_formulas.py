@@ -8,7 +8,7 @@ that small probes cannot have seen. `copy` is DDP's bucket copy of the gradients
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,11 @@ UNVERIFIED_LIMIT = 4.0
 """Past this many times the largest batch size that ran, nothing fits before it is run."""
 FITS_LEVEL = 0.9
 """A size that was not run fits where the upper end of this interval does."""
+
+OK, OOM, FAILED = "ok", "oom", "failed"
+OK_ELSEWHERE, OOM_ELSEWHERE, FAILED_ELSEWHERE = "ok elsewhere", "oom elsewhere", "failed elsewhere"
+STATES = (FAILED_ELSEWHERE, OK_ELSEWHERE, OOM_ELSEWHERE, FAILED, OK, OOM)
+"""What a probe says of its size; a later one wins over an earlier one."""
 
 
 def batch_peak(params: Mapping[str, Any], batch: Array) -> Array:
@@ -113,82 +118,92 @@ def feasible(
     memory of the device the table was measured on; a CPU's is shared by the node's ranks.
     """
     batch = np.asarray(local_batch_size, float)
-    world = np.broadcast_to(np.asarray(world_size, float), batch.shape)
+    many = np.broadcast_to(np.asarray(world_size) > 1, batch.shape)
     limit = np.full(batch.shape, memory_limit_bytes or params["limit_bytes"], float)
     if memory_limit_bytes is None and params["limit_is_shared"]:
         limit = limit / np.asarray(devices_per_node, float)
-    value, _, upper = peak_memory(params, batch, world, FITS_LEVEL)
-    pairs = np.c_[batch, world, limit, value, upper]
-    unique, back = np.unique(pairs, axis=0, return_inverse=True)
+    # a limit of no less than the device's is what every row that ran has met already
     stated = memory_limit_bytes is not None and memory_limit_bytes < params["limit_bytes"]
-    answers = [_feasible_one(params, row, stated) for row in unique.tolist()]
-    back = back.reshape(-1)
-    fits = np.array([answer[0] for answer in answers], bool)[back]
-    return fits, np.array([answer[1] for answer in answers], object)[back]
+    fits = np.zeros(batch.shape, bool)
+    reason = np.empty(batch.shape, object)
+    for one in (False, True):
+        rows = many == one
+        if rows.any():
+            fits[rows], reason[rows] = _feasible_here(params, batch[rows], one, limit[rows], stated)
+    return fits, reason
 
 
-def _feasible_one(params: Mapping[str, Any], row: list[float], stated: bool) -> tuple[bool, str]:
-    """The verdict for one configuration: batch, world size, limit, peak, its upper end."""
-    batch, world, limit, value, _ = row
-    same = [probe for probe in params["probes"] if (probe["world_size"] > 1) == (world > 1)]
-    verdict = _measured([p for p in same if p["local_batch_size"] == batch], limit, value, stated)
-    if verdict is not None:
-        return verdict
-    ran = {p["local_batch_size"] for p in params["probes"] if p["status"] == "ok"}
-    out = {p["local_batch_size"] for p in params["probes"] if p["status"] == "oom"}
-    # one device and several are two maps; where only the other one knows a size, it speaks
-    out -= {p["local_batch_size"] for p in same if p["status"] == "ok"} - {
-        p["local_batch_size"] for p in same if p["status"] == "oom"
-    }
-    if batch in out:
-        return False, "ran out of memory at this local batch size on another number of devices"
-    if not ran:
-        return False, "no batch size has run yet"
-    if batch > UNVERIFIED_LIMIT * max(ran):
-        return False, f"beyond 4x the largest batch size that ran ({max(ran):g}): run it to verify"
-    below = [size for size in {*out, *ran} if size < batch]
-    neighbour = max(below) if below else min({*out, *ran})
-    if neighbour in out:
-        return False, f"its neighbour, batch size {neighbour:g}, ran out of memory: run it"
-    if value != value:
-        if batch <= max(ran) and not stated:
-            return True, "memory was not measured, but a larger batch size ran"
-        return False, "memory was not measured: run it, or measure peak_memory_bytes"
-    return _predicted(params, [size for size in out if size > batch], row)
+def _feasible_here(
+    params: Mapping[str, Any], batch: Array, many: bool, limit: Array, stated: bool
+) -> tuple[NDArray[np.bool_], NDArray[np.object_]]:
+    """The verdicts for one rank alone, or for several: two maps that differ by DDP's copy."""
+    known, state, peaks = _map(params["probes"], many)
+    value, _, upper = peak_memory(params, batch, np.full(batch.shape, 2 if many else 1), FITS_LEVEL)
+    here = np.isin(batch, known)
+    at = np.where(here, np.searchsorted(known, batch), -1)
+    found = np.where(here, np.append(state, "")[at], "")
+    peak = np.where(here, np.append(peaks, np.nan)[at], np.nan)
+    peak = np.where(np.isnan(peak), value, peak)
+
+    neighbour = np.isin(state, [OK, OOM, OK_ELSEWHERE, OOM_ELSEWHERE])
+    sizes, states = known[neighbour], state[neighbour]
+    out = np.isin(states, [OOM, OOM_ELSEWHERE])
+    largest = max(sizes[~out], default=0.0)
+    below = np.maximum(np.searchsorted(sizes, batch) - 1, 0)
+    beside_out = np.append(out, False)[below]
+    # a larger size that ran out shows where the limit really lies, whatever the nominal one
+    failed = np.append(sizes[out], np.inf)
+    bound = peak_memory(params, failed[:-1], np.full(len(failed) - 1, 2 if many else 1))[0]
+    bound = np.append(np.minimum.accumulate(bound[::-1])[::-1], np.inf)
+    effective = np.fmin(limit, bound[np.searchsorted(failed[:-1], batch)])
+    jump = np.where(batch > largest, params["jump"] * value, value) <= effective
+
+    ran = found == OK
+    rules: list[tuple[NDArray[np.bool_], bool, str]] = [
+        (found == OOM, False, "ran out of memory when measured"),
+        (ran & (not stated), True, "was run"),
+        (ran & np.isnan(peak), False, "was run, but its memory was not measured"),
+        (ran & (peak <= limit), True, "was run, within the limit"),
+        (ran, False, "was run, and took more than the limit"),
+        (found == FAILED, False, "failed when measured"),
+        (found == OOM_ELSEWHERE, False, "ran out of memory on another number of devices"),
+        (np.full(batch.shape, largest == 0), False, "no batch size has run yet"),
+        (batch > UNVERIFIED_LIMIT * largest, False, "beyond 4x the largest that ran: run it once"),
+        (beside_out, False, "a neighbouring batch size ran out of memory: run it once"),
+        (
+            np.isnan(value) & (batch <= largest) & (not stated),
+            True,
+            "memory was not measured, but a larger batch size ran",
+        ),
+        (np.isnan(value), False, "memory was not measured: run it once"),
+        ((upper <= effective) & jump, True, "the interval's upper end is within the limit"),
+        (upper <= effective, False, "within the limit unless memory jumps: run it once"),
+        (value <= effective, False, "predicted within the limit, but not surely: run it once"),
+    ]
+    conditions = [rule[0] for rule in rules]
+    fits = np.select(conditions, [rule[1] for rule in rules], False)
+    reason = np.select(conditions, [rule[2] for rule in rules], "predicted above the limit")
+    return fits.astype(bool), reason.astype(object)
 
 
-def _measured(here: list[Any], limit: float, value: float, stated: bool) -> tuple[bool, str] | None:
-    """The verdict of the probes of this very configuration, or None without any."""
-    if any(probe["status"] == "oom" for probe in here):
-        return False, "ran out of memory when measured"
-    ran = [probe for probe in here if probe["status"] == "ok"]
-    if ran and not stated:
-        return True, "was run"
-    if ran:
-        peaks = [probe["peak_bytes"] for probe in ran if probe["peak_bytes"] is not None]
-        peak = max(peaks) if peaks else value
-        if peak != peak:
-            return False, "was run, but its memory was not measured against this limit"
-        if peak <= limit:
-            return True, "was run, within the limit"
-        return False, f"was run and took {peak / 1e9:.2f} GB, above the limit"
-    if here:
-        return False, f"the probe failed: {here[0]['reason'] or 'no reason known'}"
-    return None
+def _map(probes: Sequence[Mapping[str, Any]], many: bool) -> tuple[Array, NDArray[np.str_], Array]:
+    """Sizes that were run, in order, with what became of them and their largest peak.
 
-
-def _predicted(
-    params: Mapping[str, Any], larger: list[float], row: list[float]
-) -> tuple[bool, str]:
-    """The verdict of the interval, against the limit and against what ran out of memory."""
-    _, world, limit, value, upper = row
-    if larger:
-        # a larger size that ran out shows where the limit really lies, whatever the nominal one
-        sizes = np.array(larger)
-        failed = peak_memory(params, sizes, np.full(sizes.shape, world))[0].min()
-        limit = min(limit, float(failed))
-    if upper <= limit:
-        return True, "the interval's upper end is within the limit"
-    if value <= limit:
-        return False, "predicted within the limit, but not surely: run it to verify"
-    return False, f"predicted to take {value / 1e9:.2f} GB, above the limit"
+    One rank and several are two maps; where only the other one knows a size, it speaks.
+    """
+    states: dict[float, str] = {}
+    peaks: dict[float, float] = {}
+    for probe in sorted(probes, key=lambda p: (p["world_size"] > 1) == many):
+        size, status = float(probe["local_batch_size"]), probe["status"]
+        same = (probe["world_size"] > 1) == many
+        if not same:
+            status = {OK: OK_ELSEWHERE, OOM: OOM_ELSEWHERE}.get(status, FAILED_ELSEWHERE)
+        elif probe["peak_bytes"] is not None:
+            peaks[size] = max(peaks.get(size, 0.0), float(probe["peak_bytes"]))
+        states[size] = max(states.get(size, status), status, key=STATES.index)
+    sizes = sorted(states)
+    return (
+        np.array(sizes),
+        np.array([states[size] for size in sizes], dtype="<U16"),
+        np.array([peaks.get(size, np.nan) for size in sizes]),
+    )
