@@ -92,6 +92,16 @@ class Request:
         return "one epoch" if self.epochs is None else f"{self.epochs:g} epochs"
 
     @property
+    def per(self) -> str:
+        """`basis` in a sentence."""
+        return self.basis if self.to_target else f"for {self.basis}"
+
+    @property
+    def decides(self) -> str:
+        """The field of a CurvePoint that the objective looks at."""
+        return self.cost_field if self.objective.startswith("min_cost") else "time_s"
+
+    @property
     def cost_field(self) -> str:
         """Which cost column the objective counts."""
         return "cost_to_target_usd" if self.to_target else "cost_usd"

@@ -105,7 +105,7 @@ def recommend(
         basis=request.basis,
         curve=curve,
         reasons=reasons,
-        warnings=_warnings(request, chosen),
+        warnings=_warnings(request, curve, chosen),
         level=level,
         workload=bundle.workload.slug,
         hardware=bundle.hardware.slug,
@@ -119,11 +119,10 @@ def _allowed(request: Request, curve: Sequence[CurvePoint]) -> list[CurvePoint]:
     if not fitting:
         nearest = min(curve, key=lambda p: (p.peak_memory_bytes or 0.0, p.local_batch_size))
         raise InvalidInputError(
-            f"no candidate fits: the nearest is global batch size {nearest.global_batch_size} "
-            f"({nearest.layout}): {nearest.fits_reason}; give a larger memory limit, smaller "
-            "candidates, or measure it"
+            f"no candidate fits: the nearest is {_name(nearest)} ({nearest.fits_reason}); give a "
+            "larger memory_limit_bytes or other candidates, or measure it"
         )
-    field = request.cost_field if "cost" in request.objective else "time_s"
+    field = request.decides
     known = [point for point in fitting if getattr(point, field) is not None]
     if not known:
         raise InvalidInputError(
@@ -139,82 +138,94 @@ def _allowed(request: Request, curve: Sequence[CurvePoint]) -> list[CurvePoint]:
 
     nearest = min(known, key=excess)
     misses = [
-        f"{name} {limit:g} (it takes {value:.4g})" if value is not None else f"{name} {limit:g}"
+        f"{name} of {limit:g} ({'unknown' if value is None else f'{value:.4g}'} predicted)"
         for name, value, limit in limits(request, nearest)
         if value is None or value > limit
     ]
     raise InvalidInputError(
-        f"no candidate meets {' and '.join(misses)} over {request.basis}: that is the nearest, "
-        f"global batch size {nearest.global_batch_size} on {nearest.world_size} ranks"
+        f"no candidate meets the {' and the '.join(misses)} over {request.basis}; that is the "
+        f"nearest, {_name(nearest)}: give it more, or a shorter run"
     )
 
 
 def _choose(request: Request, allowed: Sequence[CurvePoint]) -> tuple[CurvePoint, tuple[str, ...]]:
     """The objective's choice among the allowed points, and the reasons in words."""
     if request.objective == "knee":
-        return _choose_knee(request, allowed)
-    field = request.cost_field if "cost" in request.objective else "time_s"
-    values = [float(getattr(point, field)) for point in allowed]
-    current = [i for i, p in enumerate(allowed) if p.global_batch_size == request.current]
-    settled = choose_minimum(values, _noise(allowed), current=current)
-    chosen, best = allowed[settled.index], allowed[int(np.argmin(values))]
-    what = "cheapest" if "cost" in request.objective else "fastest"
-    reasons = [
-        f"{_name(best)} is the {what} {request.basis}: {_amount(request, field, best)}",
-    ]
-    if chosen is not best:
-        loss = getattr(chosen, field) / getattr(best, field) - 1.0
-        why = "the current choice stays" if settled.kept_current else "the smaller one wins the tie"
+        chosen, reasons = _choose_knee(request, allowed)
+    else:
+        chosen, reasons = _choose_minimum(request, allowed)
+    if chosen.accumulation_steps > 1 and request.accumulation_steps is None:
         reasons.append(
-            f"{_name(chosen)} comes within {loss:.1%} of it, less than the "
-            f"{settled.noise:.0%} that the intervals leave open: {why}"
+            f"{chosen.accumulation_steps} accumulation steps: "
+            f"{chosen.local_batch_size * chosen.accumulation_steps} samples a rank in one pass are "
+            "not known to fit"
         )
+    if chosen.fits_reason:
+        reasons.append(f"it fits: {chosen.fits_reason}")
     return chosen, tuple(reasons)
 
 
-def _choose_knee(
+def _choose_minimum(
     request: Request, allowed: Sequence[CurvePoint]
-) -> tuple[CurvePoint, tuple[str, ...]]:
+) -> tuple[CurvePoint, list[str]]:
+    """The fastest or the cheapest; ties go to the current choice, else to the smaller one."""
+    values = [float(getattr(point, request.decides)) for point in allowed]
+    current = [i for i, p in enumerate(allowed) if p.global_batch_size == request.current]
+    settled = choose_minimum(values, _noise(allowed), current=current)
+    chosen, best = allowed[settled.index], allowed[int(np.argmin(values))]
+    costs = request.decides != "time_s"
+    least = f"${min(values):,.4g}" if costs else f"{min(values):,.4g} s"
+    reasons = [f"{_name(best)} is the {'cheapest' if costs else 'fastest'}: {least} {request.per}"]
+    if chosen is not best:
+        loss = values[settled.index] / min(values) - 1.0
+        why = "the current choice stays" if settled.kept_current else "a tie goes to the smaller"
+        reasons.append(
+            f"{_name(chosen)} comes within {loss:.1%} of it, and {settled.noise:.0%} can be noise: "
+            f"{why}"
+        )
+    return chosen, reasons
+
+
+def _choose_knee(request: Request, allowed: Sequence[CurvePoint]) -> tuple[CurvePoint, list[str]]:
     """The knee of each cluster's curve, then the fewest devices that come near the best of them."""
     knees: list[tuple[CurvePoint, Settled, list[CurvePoint]]] = []
     for cluster in dict.fromkeys((p.nodes, p.devices_per_node) for p in allowed):
         here = [p for p in allowed if (p.nodes, p.devices_per_node) == cluster]
         sizes = [p.global_batch_size for p in here]
         current = sizes.index(request.current) if request.current in sizes else None
-        times = [float(p.time_s or 0.0) for p in here]
-        settled = choose_knee(sizes, times, _noise(here), rule=request.knee_rule, current=current)
+        settled = choose_knee(
+            sizes, [_time(p) for p in here], _noise(here), rule=request.knee_rule, current=current
+        )
         knees.append((here[settled.index], settled, here))
-    fastest = min(float(point.time_s or 0.0) for point, _, _ in knees)
+    fastest = min(_time(point) for point, _, _ in knees)
     chosen, settled, here = next(
-        entry
-        for entry in knees
-        if float(entry[0].time_s or 0.0) <= (1.0 + DIMINISHING_TOLERANCE) * fastest
+        entry for entry in knees if _time(entry[0]) <= (1.0 + DIMINISHING_TOLERANCE) * fastest
     )
-    return chosen, tuple(_knee_reasons(request, chosen, settled, here, len(knees)))
+    reasons = _knee_reasons(request, chosen, settled, here)
+    if len(knees) > 1:
+        reasons.append(
+            f"{chosen.world_size} ranks are the fewest within {DIMINISHING_TOLERANCE:.0%} of the "
+            "fastest cluster"
+        )
+    return chosen, reasons
 
 
 def _knee_reasons(
-    request: Request,
-    chosen: CurvePoint,
-    settled: Settled,
-    here: Sequence[CurvePoint],
-    num_clusters: int,
+    request: Request, chosen: CurvePoint, settled: Settled, here: Sequence[CurvePoint]
 ) -> list[str]:
     """Why the knee is where it is, in words."""
-    time = float(chosen.time_s or 0.0)
-    best = min(here, key=lambda p: float(p.time_s or 0.0))
-    saved = 1.0 - float(best.time_s or 0.0) / time
-    reasons = []
+    best = min(here, key=_time)
     if best is chosen:
-        reasons.append(f"{_name(chosen)} is the fastest that fits ({request.basis})")
+        reasons = [f"{_name(chosen)} is the fastest that fits: {_time(best):,.4g} s {request.per}"]
     else:
-        reasons.append(
-            f"a batch larger than {chosen.global_batch_size} saves at most {saved:.0%} of the time "
-            f"({request.basis}; the best is {best.global_batch_size})"
-        )
+        saved = 1.0 - _time(best) / _time(chosen)
+        reasons = [
+            f"larger than {chosen.global_batch_size} saves {saved:.0%} of the time at most "
+            f"({best.global_batch_size}, {request.per})"
+        ]
     smaller = [p for p in here if p.global_batch_size < chosen.global_batch_size]
     if smaller:
-        extra = float(smaller[-1].time_s or 0.0) / time - 1.0
+        extra = _time(smaller[-1]) / _time(chosen) - 1.0
         reasons.append(f"{smaller[-1].global_batch_size} would take {extra:.0%} longer")
     if settled.kept_current:
         reasons.append(
@@ -222,12 +233,12 @@ def _knee_reasons(
             f"{here[settled.by_rule].global_batch_size}, but the intervals leave "
             f"{settled.noise:.0%} open"
         )
-    if num_clusters > 1:
-        reasons.append(
-            f"{chosen.world_size} ranks are the fewest within {DIMINISHING_TOLERANCE:.0%} of the "
-            "fastest cluster"
-        )
     return reasons
+
+
+def _time(point: CurvePoint) -> float:
+    """Seconds of a point whose time is known."""
+    return float(point.time_s or 0.0)
 
 
 def _noise(points: Sequence[CurvePoint]) -> list[float]:
@@ -237,22 +248,15 @@ def _noise(points: Sequence[CurvePoint]) -> list[float]:
 
 
 def _name(point: CurvePoint) -> str:
-    ranks = "" if point.world_size == 1 else f" on {point.world_size} ranks"
-    return f"{point.global_batch_size}{ranks}"
+    """A candidate in a sentence."""
+    return f"{point.global_batch_size}{f' on {w} ranks' if (w := point.world_size) > 1 else ''}"
 
 
-def _amount(request: Request, field: str, point: CurvePoint) -> str:
-    value = float(getattr(point, field))
-    return f"${value:,.4g}" if "cost" in field else f"{value:,.4g} s"
-
-
-def _warnings(request: Request, chosen: CurvePoint) -> tuple[str, ...]:
+def _warnings(request: Request, curve: Sequence[CurvePoint], chosen: CurvePoint) -> tuple[str, ...]:
     """What a person should know before they rely on the choice."""
     found = list(request.bundle.report.warnings)
     if chosen.extrapolated:
-        found.append(
-            f"{_name(chosen)} lies beyond what was measured: measure it before you rely on it"
-        )
+        found.append(f"{_name(chosen)} lies beyond what was measured: measure it to be sure")
     if chosen.may_not_reach_target and request.to_target:
         found.append(f"some runs at batch sizes like {chosen.global_batch_size} missed the target")
     upper = chosen.time_s_upper
@@ -261,8 +265,27 @@ def _warnings(request: Request, chosen: CurvePoint) -> tuple[str, ...]:
             f"the deadline of {request.deadline_s:g} s is met by the prediction of "
             f"{chosen.time_s:,.4g} s, but its interval reaches {upper:,.4g} s"
         )
-    if chosen.peak_memory_bytes is None:
-        found.append("memory was not measured: whether the choice fits is not known")
+    found += _current_warnings(request, curve)
     if chosen.local_batch_size == 1:
-        found.append("a local batch of 1 breaks batch normalisation in training")
+        found.append("a local batch of 1 breaks batch normalisation")
+    drop_last = request.bundle.workload.drop_last
+    if not drop_last and request.dataset_size % chosen.global_batch_size == 1:
+        found.append(
+            "the last batch of an epoch holds one sample, which breaks batch normalisation: "
+            "drop it, or take another size"
+        )
     return tuple(dict.fromkeys(found))
+
+
+def _current_warnings(request: Request, curve: Sequence[CurvePoint]) -> list[str]:
+    """Why the current batch size could not even be considered, where that is so."""
+    if request.current is None:
+        return []
+    points = [point for point in curve if point.global_batch_size == request.current]
+    if not points:
+        return [f"the current global batch size {request.current} is not among the candidates"]
+    if not any(point.fits for point in points):
+        return [f"the current global batch size {request.current}: {points[0].fits_reason}"]
+    if not any(point.fits and point.meets_limits for point in points):
+        return [f"the current global batch size {request.current} misses a limit"]
+    return []
