@@ -40,9 +40,11 @@ U_SHAPE_REACH = 8.0
 """Up to how many times the smallest measured size the U shape may begin."""
 U_SHAPE_SIZES = 3
 """Measured sizes without which a U shape cannot be told from anything else."""
-NUM_CRITICAL = 24
+NUM_CRITICAL = 48
+NUM_CRITICAL_FEW = 24
 NUM_SMALL = 7
 KEPT_WEIGHT = 1e-3
+MAX_FORMS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,11 +104,12 @@ def _epochs(row: ConvergenceRow) -> float:
 def _forms(log_batch: Array, form: Form, noise_scale: float | None) -> tuple[Array, ...]:
     """Every (Bc, q, Bs) that is tried, and its log prior."""
     low, high = float(log_batch.min()), float(log_batch.max())
-    grid = np.linspace(low - math.log(30), high + math.log(100), NUM_CRITICAL)
+    count = NUM_CRITICAL if len(log_batch) >= U_SHAPE_SIZES else NUM_CRITICAL_FEW
+    grid = np.linspace(low - math.log(30), high + math.log(100), count)
     prior = np.full(grid.shape, -math.log(len(grid)))
     if noise_scale is not None:
         expected = math.log(noise_scale * NOISE_SCALE_FACTOR)
-        grid = np.linspace(min(grid[0], expected - 2), max(grid[-1], expected + 2), NUM_CRITICAL)
+        grid = np.linspace(min(grid[0], expected - 2), max(grid[-1], expected + 2), count)
         prior = -0.5 * ((grid - expected) / NOISE_SCALE_SPREAD) ** 2
         prior -= np.logaddexp.reduce(prior)
     falls = [(0.0, 0.0)]
@@ -115,15 +118,17 @@ def _forms(log_batch: Array, form: Form, noise_scale: float | None) -> tuple[Arr
         small = np.exp(np.linspace(low, low + math.log(U_SHAPE_REACH), NUM_SMALL))
         falls += [(float(one), math.log(U_SHAPE_WEIGHT / NUM_SMALL)) for one in small]
     powers = POWERS if form == "pooled" else ((1.0, 1.0),)
-    table = np.array(
-        [
-            (math.exp(bc), power, fall, weight + math.log(share) + chance)
-            for bc, weight in zip(grid, prior, strict=True)
-            for power, share in powers
-            for fall, chance in falls
-        ]
+    shares = np.log([share for _, share in powers])
+    critical, power, small, log_prior = (
+        part.ravel()
+        for part in (
+            *np.meshgrid(
+                np.exp(grid), [p for p, _ in powers], [f for f, _ in falls], indexing="ij"
+            ),
+            prior[:, None, None] + shares[:, None] + np.array([chance for _, chance in falls]),
+        )
     )
-    return tuple(table.T)
+    return critical, power, small, log_prior
 
 
 def _pool(
@@ -132,7 +137,10 @@ def _pool(
     """Weigh every form under every Gaussian process by prior and evidence; keep what matters."""
     critical, power, small, prior = _forms(log_batch, form, noise_scale)
     residuals = target - formulas.trend(log_batch, critical, power, small)
+    priors: Sequence[tuple[float, float, float]]
     priors = PROCESSES if form == "pooled" else HYPERBOLA_PROCESSES
+    if len(log_batch) < U_SHAPE_SIZES:
+        priors = priors[1:2]  # one or two rows say nothing about the wiggle
     nowhere = np.empty(0)
     scores = np.array(
         [
@@ -143,7 +151,8 @@ def _pool(
         ]
     )
     weights = np.exp(scores - scores.max())
-    weights[weights < KEPT_WEIGHT * weights.max()] = 0.0
+    kept = np.sort(weights, axis=None)[-MAX_FORMS:].min()
+    weights[weights < max(kept, KEPT_WEIGHT * weights.max())] = 0.0
     weights /= weights.sum()
     return tuple(
         Process(

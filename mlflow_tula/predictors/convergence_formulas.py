@@ -24,6 +24,8 @@ FALL_POWER = 3.0
 """Steepness of the U shape's small side."""
 LEVEL_SD = 2.5
 """Prior spread of log E0 about the data's middle: as good as unknown."""
+BEYOND_SD = 0.1
+"""Relative error per factor e beyond the measured sizes: the recipe itself gives way there."""
 
 
 def trend(log_batch: Array, critical: Array, power: Array, small: Array) -> Array:
@@ -107,6 +109,13 @@ def may_not_reach(params: Mapping[str, Any], batch_size: Array) -> NDArray[np.bo
     return np.asarray(doubtful[below] | doubtful[above])
 
 
+def reach_rate(params: Mapping[str, Any], batch_size: Array) -> Array:
+    """Share of runs that reach the target: measured, and straight between in log batch size."""
+    sizes = np.log(np.asarray(params["reach_batch_sizes"], float))
+    rates = np.asarray(params["reach_rates"], float)
+    return np.asarray(np.interp(np.log(np.asarray(batch_size, float)), sizes, rates))
+
+
 def epochs_to_target(
     params: Mapping[str, Any], global_batch_size: Array, level: float = 0.9
 ) -> tuple[Array, Array, Array, NDArray[np.bool_]]:
@@ -115,7 +124,9 @@ def epochs_to_target(
     unique, back = np.unique(asked, return_inverse=True)
     form = scavenger if params["form"] == "scavenger" else log_epochs
     mean, deviation = form(params, np.log(unique))
-    half = normal_quantile(0.5 + level / 2) * deviation
+    sizes = np.asarray(params["global_batch_sizes"], float)
+    beyond = np.log(np.maximum(np.maximum(unique / sizes.max(), sizes.min() / unique), 1.0))
+    half = normal_quantile(0.5 + level / 2) * np.hypot(deviation, BEYOND_SD * beyond)
     # exp overflows only where the honest answer is "anything"
     with np.errstate(over="ignore"):
         value, lower, upper = (np.exp(mean + sign * half)[back] for sign in (0.0, -1.0, 1.0))
