@@ -38,17 +38,28 @@ def fit(
     if not rows:
         raise TableError(_nothing_ran(table))
     oom = tuple(row for row in table.measurements if row.status == "oom")
-    step_time = step_time_predictor.fit(rows)
+    step_time = step_time_predictor.fit(table)
     memory = memory_predictor.fit(table)
     if convergence is not None and not isinstance(convergence, ConvergencePredictor):
         convergence = ConvergencePredictor.fit(convergence)
+    found = [*step_time.warnings, *memory.warnings]
+    if convergence is not None:
+        found += convergence.warnings
+    for text in step_time.warnings:
+        warnings.warn(text, TooFewProbesWarning, stacklevel=2)
     report = FitReport(
+        step_time_form=step_time.form,
+        memory_form=memory.form,
+        convergence_form="" if convergence is None else convergence.form,
+        step_time_mape=step_time.leave_one_out_mape,
+        memory_mape=memory.leave_one_out_mape,
+        convergence_mape=None if convergence is None else convergence.leave_one_out_mape,
+        coverage=step_time.leave_one_out_coverage,
         rows_used=len(rows),
         rows_oom=len(oom),
         rows_failed=len(table.measurements) - len(rows) - len(oom),
+        warnings=tuple(dict.fromkeys(found)),
     )
-    for text in report.warnings:
-        warnings.warn(text, TooFewProbesWarning, stacklevel=2)
     return PredictorBundle(
         workload=table.workload,
         hardware=table.hardware,

@@ -2,6 +2,7 @@
 
 PORTABLE_FILES: tuple[str, ...] = (
     "formulas.py",
+    "step_time_formulas.py",
     "memory_formulas.py",
     "convergence_formulas.py",
     "inference.py",

@@ -6,16 +6,13 @@ mappings that the predictors write to JSON. Seconds, bytes, dollars.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
 
-def smooth_maximum(first: Array, second: Array, power: float) -> Array:
+def smooth_maximum(first: Array, second: Array, power: float | Array) -> Array:
     """`(x^p + y^p)^(1/p)` for x, y >= 0: the sum at p = 1, the maximum as p grows."""
     high = np.maximum(first, second)
     low = np.minimum(first, second)
@@ -104,42 +101,3 @@ def product_interval(
         down = np.hypot(np.log(first[0] / first[1]), np.log(second[0] / second[1]))
         up = np.hypot(np.log(first[2] / first[0]), np.log(second[2] / second[0]))
         return value, value * np.exp(-down), value * np.exp(up)
-
-
-def is_extrapolated(
-    params: Mapping[str, Any], local_batch_size: Array, nodes: Array, devices_per_node: Array
-) -> NDArray[np.bool_]:
-    """Outside the measured batch sizes, or more ranks, nodes or devices than were measured."""
-    known = params["range"]
-    return np.asarray(
-        (local_batch_size < known["smallest_local_batch_size"])
-        | (local_batch_size > known["largest_local_batch_size"])
-        | (nodes > known["most_nodes"])
-        | (devices_per_node > known["most_devices_per_node"])
-        | (nodes * devices_per_node > known["largest_world_size"])
-    )
-
-
-def step_time(
-    params: Mapping[str, Any],
-    local_batch_size: Array,
-    nodes: Array,
-    devices_per_node: Array,
-    accumulation_steps: Array,
-    *,
-    level: float = 0.9,
-    bandwidth_bytes_per_s: float | None = None,
-    latency_s: float | None = None,
-) -> tuple[Array, Array, Array]:
-    """Seconds per optimizer step: value, lower, upper."""
-    known = params["range"]
-    compute = smooth_maximum(
-        np.full_like(local_batch_size, params["floor_s"]),
-        params["alpha_s"] + params["beta_s"] * local_batch_size,
-        params["power"],
-    )
-    value = compute * accumulation_steps + params["node_penalty_s"] * (nodes > 1)
-    beyond = np.log(np.maximum(local_batch_size / known["largest_local_batch_size"], 1.0))
-    beyond += np.log(np.maximum(nodes * devices_per_node / known["largest_world_size"], 1.0))
-    half = student_quantile(0.5 + level / 2, params["degrees"]) * params["log_sd"] * (1 + beyond)
-    return value, value * np.exp(-half), value * np.exp(half)

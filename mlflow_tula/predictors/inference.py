@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from . import convergence_formulas, formulas, memory_formulas
+from . import convergence_formulas, formulas, memory_formulas, step_time_formulas
 
 Array = NDArray[np.float64]
 
@@ -84,7 +84,7 @@ def predict_frame(
         out[name].to_numpy(float) for name in ("local_batch_size", *OPTIONAL_COLUMNS)
     )
     world = nodes * devices
-    step = formulas.step_time(
+    step = step_time_formulas.step_time(
         bundle["step_time"],
         local,
         nodes,
@@ -111,7 +111,9 @@ def predict_frame(
     prices = {"usd_per_device_hour": usd_per_device_hour, "usd_per_gb_hour": usd_per_gb_hour}
     out["cost_usd"] = formulas.dollars(epoch[0] * (epochs or 1.0), world, memory[0], **prices)
     out["cost_to_target_usd"] = formulas.dollars(target[0], world, memory[0], **prices)
-    out["extrapolated"] = formulas.is_extrapolated(bundle["step_time"], local, nodes, devices)
+    out["extrapolated"] = step_time_formulas.is_extrapolated(
+        bundle["step_time"], local, nodes, devices
+    )
     out["fits"], out["fits_reason"] = _fits(bundle, out, memory_limit_bytes, size)
     out["may_not_reach_target"] = reach[3]
     return out

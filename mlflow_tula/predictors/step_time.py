@@ -1,79 +1,269 @@
-"""Step time: `max(data_time, overlap(compute(b), sync(n)))`, fitted to the probes."""
+"""Step time: measurements become the parameters of `step_time_formulas.step_time`.
+
+The form is the one that the rows can identify: the compute curve from the fewest ranks measured,
+then the levels of synchronisation on more, or the microbenchmark's, or an honest guess.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mlflow_tula.errors import SchemaError, TableError
-from mlflow_tula.table import Measurement
+from mlflow_tula.predictors import compute_curve, link, step_time_words, sync_level
+from mlflow_tula.predictors import step_time_formulas as formulas
+from mlflow_tula.predictors.formulas import student_quantile
+from mlflow_tula.predictors.step_time_rows import (
+    Cell,
+    base_setup,
+    data_line,
+    make_cells,
+    optimizer_time,
+)
+from mlflow_tula.table import ProfileTable
+
+Array = NDArray[np.float64]
+
+NOISE_SD = 0.025
+BRIDGE_SD = 0.045
+BEYOND_SD = 0.07
+FEWER_SD = 0.3
+DEGREES = 6.0
+"""Errors of log step time on public tables (docs/method.md): of a repetition, per root of a
+doubling between probes, per doubling beyond them, per halving of the ranks below the measured;
+and the degrees of freedom of Student's t that their tails ask for."""
+SCALE_ROWS = 6.0
+LEAST_SCALE, MOST_SCALE = 0.7, 4.0
+"""Left-out rows scale the interval; the public tables count as this many of them."""
+MAX_LEFT_OUT = 24
+TIERS: tuple[tuple[sync_level.Counts, str], ...] = (
+    ("devices", "intra_node"),
+    ("nodes", "inter_node"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimePredictor:
-    """Fitted parameters of `formulas.step_time`, as the plain mapping that it reads."""
+    """Seconds per optimizer step.
+
+        step(b, n, d, k) = max(k data(b), (k - 1) micro(b) + overlap(compute(b), sync(n, d)))
+
+    `params` are what `step_time_formulas` reads, `form` says which form the rows identified and
+    why. `leave_one_out_mape` and `leave_one_out_coverage` are fractions, None below three
+    configurations. Valid between the probes and up to 4x beyond; the interval widens with each
+    doubling outside.
+    """
 
     params: dict[str, Any]
+    form: str = ""
+    leave_one_out_mape: float | None = None
+    leave_one_out_coverage: float | None = None
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return self.params
+        return {
+            **self.params,
+            "form": self.form,
+            "leave_one_out_mape": self.leave_one_out_mape,
+            "leave_one_out_coverage": self.leave_one_out_coverage,
+            "warnings": list(self.warnings),
+        }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> StepTimePredictor:
-        """Inverse of `to_dict`."""
-        if not isinstance(data, Mapping) or "range" not in data:
-            raise SchemaError("step_time must be a JSON object with a range")
-        return cls(params=dict(data))
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`; a trial prediction finds what is missing or no number."""
+        if not isinstance(data, Mapping):
+            raise SchemaError(f"step_time must be a JSON object, not {type(data).__name__}")
+        own = ("form", "leave_one_out_mape", "leave_one_out_coverage", "warnings")
+        params = {key: data[key] for key in data if key not in own}
+        one = np.ones(1)
+        try:
+            answer = formulas.step_time(params, 32 * one, one, one, one)
+            sound = all(math.isfinite(part[0]) and part[0] > 0 for part in answer)
+            formulas.is_extrapolated(params, one, one, one)
+            formulas.step_time(params, 32 * one, 64 * one, 64 * one, one)
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise SchemaError(f"step_time is damaged: {type(error).__name__}: {error}") from error
+        if not sound:
+            raise SchemaError("step_time is damaged: it predicts no positive time")
+        return cls(
+            params=params,
+            form=str(data.get("form", "")),
+            leave_one_out_mape=data.get("leave_one_out_mape"),
+            leave_one_out_coverage=data.get("leave_one_out_coverage"),
+            warnings=tuple(str(text) for text in data.get("warnings", ())),
+        )
 
 
-def fit(rows: Sequence[Measurement]) -> StepTimePredictor:
-    """Fit the rows that gave a step time."""
-    from scipy.optimize import nnls
+def fit(table: ProfileTable) -> StepTimePredictor:
+    """Fit the rows that gave a step time, and the links where they were measured.
 
+    Raises:
+        TableError: there is no such row.
+    """
+    rows = table.ok
     if not rows:
         raise TableError("no row of status ok: nothing to fit; measure a smaller batch size")
-    b = np.array([r.local_batch_size for r in rows], float)
-    t = np.array([r.step_time_s for r in rows], float)
-    many = np.array([r.nodes > 1 for r in rows], float)
-    best = None
-    for floor in [0.0, *(t.min() * f for f in (0.9, 1.0, 1.05))]:
-        for power in (1.0, 2.0, 8.0):
-            design = np.c_[np.ones_like(b), b, many] / t[:, None]
-            target = np.ones_like(t) * 1.0
-            coef, _ = nnls(design, target)
-            line = coef[0] + coef[1] * b
-            high = np.maximum(line, floor)
-            value = (
-                high
-                * (1 + (np.minimum(line, floor) / np.maximum(high, 1e-300)) ** power) ** (1 / power)
-                + coef[2] * many
-            )
-            loss = float(np.mean(np.abs(np.log(np.maximum(value, 1e-300) / t))))
-            if best is None or loss < best[0]:
-                best = (loss, floor, power, coef, value)
-    assert best is not None
-    _, floor, power, coef, value = best
-    degrees = max(len(t) - 3, 1)
-    log_sd = float(np.sqrt(np.sum(np.log(np.maximum(value, 1e-300) / t) ** 2) / degrees + 0.03**2))
+    cells = make_cells(rows)
+    links = {scope: link.fit(table.links, scope) for scope in ("intra_node", "inter_node")}
+    fixed = {
+        "gradient_bytes": float(table.workload.gradient_bytes or 0.0),
+        "links": {name: None if one is None else one.to_dict() for name, one in links.items()},
+        "optimizer_s": optimizer_time(rows, cells),
+        "data": data_line(rows),
+    }
+    params = _fit_cells(cells, fixed)
+    errors, scores = _left_out(cells, fixed)
+    params["spread"]["scale"] = _scale(scores)
+    half = student_quantile(0.95, DEGREES)
+    scale = params["spread"]["scale"]
     return StepTimePredictor(
-        params={
-            "floor_s": float(floor),
-            "alpha_s": float(coef[0]),
-            "beta_s": float(coef[1]),
-            "node_penalty_s": float(coef[2]),
-            "power": float(power),
-            "degrees": degrees,
-            "log_sd": log_sd,
-            "range": {
-                "smallest_local_batch_size": int(b.min()),
-                "largest_local_batch_size": int(b.max()),
-                "most_nodes": max(r.nodes for r in rows),
-                "most_devices_per_node": max(r.devices_per_node for r in rows),
-                "largest_world_size": max(r.world_size for r in rows),
-            },
-        }
+        params=params,
+        form=step_time_words.describe(params, cells, rows),
+        leave_one_out_mape=float(np.mean(np.abs(np.expm1(errors)))) if len(errors) else None,
+        leave_one_out_coverage=(
+            float(np.mean(np.abs(scores) <= half * scale)) if len(scores) else None
+        ),
+        warnings=tuple(step_time_words.warn(params, cells)),
     )
+
+
+def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters, with the interval not yet scaled."""
+    nodes, devices = base_setup(cells)
+    ranks = nodes * devices
+    # rows on fewer ranks than the base are too few to be a curve of their own
+    base = [c for c in cells if (c.nodes, c.devices) == (nodes, devices) or c.ranks < ranks]
+    rest = [c for c in cells if c not in base]
+    known_sync = ranks > 1 and all(cell.sync is not None for cell in base)
+    if known_sync:
+        rest = list(cells)
+        base = [replace(c, time=max(c.time - (c.sync or 0.0), 0.1 * c.time)) for c in base]
+        nodes, devices = 1, 1
+    points = _points(base, float(fixed["optimizer_s"]))
+    curve = compute_curve.fit_curve(points)
+    params: dict[str, Any] = {
+        "base": {"nodes": nodes, "devices_per_node": devices, "sync_subtracted": known_sync},
+        "compute": curve,
+        "contention": 0.0,
+        "knots": sorted({float(cell.batch) for cell in cells}),
+        "range": _range(cells),
+        "spread": {
+            "noise_sd": NOISE_SD,
+            "bridge_sd": BRIDGE_SD,
+            "beyond_sd": BEYOND_SD,
+            "fewer_sd": FEWER_SD,
+            "scale": 1.0,
+            "degrees": DEGREES,
+        },
+        **{name: fixed[name] for name in ("optimizer_s", "data", "gradient_bytes")},
+    }
+    middle = np.array([np.median(points.sizes)])
+    usual, least = float(formulas.compute_time(curve, middle)[0][0]), 0.0
+    for counts, name in TIERS:
+        here = [c for c in rest if (c.nodes > nodes) == (counts == "nodes")]
+        tier = _tier_links(sync_level.empty_tier(counts, nodes, devices), fixed)
+        if here:
+            rows, slowdown = _sync_rows(here, params)
+            tier, found = sync_level.fit_tier(tier, rows, slowdown * (counts == "devices"))
+            params["contention"] = max(params["contention"], found)
+            most = np.array([float(max(cell.devices for cell in here))])
+            least = float(np.median(formulas.sync_time(tier, np.full(1, float(nodes)), most)))
+        else:
+            tier = sync_level.guess_tier(tier, usual, least)
+        params[name] = tier
+    return params
+
+
+def _points(base: Sequence[Cell], optimizer_s: float) -> compute_curve.Points:
+    """The compute curve's points: one a local batch size, as a step without accumulation."""
+    times: dict[int, list[tuple[float, float]]] = {}
+    for cell in base:
+        k = cell.accumulation
+        times.setdefault(cell.batch, []).append(
+            ((cell.time + (k - 1) * optimizer_s) / k, cell.weight)
+        )
+    sizes = sorted(times)
+    return compute_curve.Points(
+        sizes=np.array(sizes, float),
+        times=np.array([np.median([time for time, _ in times[size]]) for size in sizes]),
+        weights=np.array([np.mean([weight for _, weight in times[size]]) for size in sizes]),
+    )
+
+
+def _tier_links(tier: dict[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The tier with the microbenchmark's law, where that and the gradients' bytes are known."""
+    links = fixed["links"]
+    own = "inter_node" if tier["counts"] == "nodes" else "intra_node"
+    if links[own] is None or not fixed["gradient_bytes"]:
+        return tier
+    used = links if own == "inter_node" else {"intra_node": links[own]}
+    return {**tier, "links": used, "gradient_bytes": fixed["gradient_bytes"]}
+
+
+def _sync_rows(
+    cells: Sequence[Cell], params: Mapping[str, Any]
+) -> tuple[sync_level.SyncRows, Array]:
+    """Rows of a tier with their compute alone, and doublings of a node's busy devices."""
+    batch, nodes, devices, passes, times, weights = (
+        np.array([getattr(cell, name) for cell in cells], float)
+        for name in ("batch", "nodes", "devices", "accumulation", "time", "weight")
+    )
+    alone = formulas.compute_time(params["compute"], batch)[0]
+    micro = np.maximum(alone - params["optimizer_s"], 0.0)
+    factor = formulas.contention(params, devices)
+    rows = sync_level.SyncRows(
+        batch=batch,
+        nodes=nodes,
+        devices=devices,
+        times=times,
+        weights=weights,
+        alone=alone * factor,
+        extra=(passes - 1.0) * micro * factor,
+    )
+    return rows, np.log2(np.maximum(devices / params["base"]["devices_per_node"], 1.0))
+
+
+def _range(cells: Sequence[Cell]) -> dict[str, int]:
+    """What was measured; beyond it an answer is marked as extrapolated."""
+    return {
+        "smallest_local_batch_size": min(cell.batch for cell in cells),
+        "largest_local_batch_size": max(cell.batch for cell in cells),
+        "most_nodes": max(cell.nodes for cell in cells),
+        "most_devices_per_node": max(cell.devices for cell in cells),
+        "largest_world_size": max(cell.ranks for cell in cells),
+    }
+
+
+def _left_out(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> tuple[Array, Array]:
+    """Log errors of left-out configurations, and those errors over their foretold deviation."""
+    if len(cells) < 3:
+        return np.zeros(0), np.zeros(0)
+    errors, scores = [], []
+    chosen = np.unique(np.linspace(0, len(cells) - 1, MAX_LEFT_OUT).round().astype(int))
+    for index in chosen:
+        cell = cells[index]
+        params = _fit_cells([*cells[:index], *cells[index + 1 :]], fixed)
+        batch, nodes, devices, passes = (
+            np.array([value], float)
+            for value in (cell.batch, cell.nodes, cell.devices, cell.accumulation)
+        )
+        value, share, doubt = formulas.step_value(params, batch, nodes, devices, passes)
+        deviation = formulas.log_deviation(params, batch, nodes, devices, share, doubt)
+        errors.append(math.log(value[0] / cell.time))
+        scores.append(errors[-1] / deviation[0])
+    return np.array(errors), np.array(scores)
+
+
+def _scale(scores: Array) -> float:
+    """How much wider (or narrower) this table's intervals are than the public tables'."""
+    # a few wild rows tell of themselves, not of all: they count as three deviations
+    squares = float(np.sum(np.minimum(scores**2, 9.0)))
+    scale = math.sqrt((SCALE_ROWS + squares) / (SCALE_ROWS + len(scores)))
+    return min(max(scale, LEAST_SCALE), MOST_SCALE)

@@ -1,0 +1,286 @@
+"""Seconds per optimizer step. Numpy only: shipped with each registered model.
+
+    step(b, n, d, k) = max(k data(b), (k - 1) micro(b) + overlap(compute(b), sync(n, d)))
+
+b: local batch size; n: nodes; d: devices per node; k: accumulation steps. `compute` pools forms
+`offset + (floor^p + (slope b)^p)^(1/p)` and joins the measured sizes; `sync` is an all-reduce that
+follows the measured levels and grows by a pooled law; `overlap` is a p-norm, pooled over p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .formulas import smooth_maximum, student_quantile
+
+Array = NDArray[np.float64]
+
+TINY = 1e-300
+
+
+def log_forms(curve: Mapping[str, Any], batch: Array) -> Array:
+    """Log seconds of each pooled compute form, one row a form."""
+    offset, floor, slope, power = (
+        np.asarray(curve[name], float)[:, None]
+        for name in ("offsets_s", "floors_s", "slopes_s", "powers")
+    )
+    floors = np.broadcast_to(floor, (len(floor), len(batch)))
+    value = offset + smooth_maximum(floors, slope * batch, power)
+    return np.asarray(np.log(np.maximum(value, TINY)))
+
+
+def compute_time(curve: Mapping[str, Any], batch: Array) -> tuple[Array, Array]:
+    """Seconds of one device's work at each local batch size, and how far the forms disagree.
+
+    Inside the measured sizes: the pooled form plus what it left over at them, joined by lines
+    in log size. Beyond: between that and the chord of the two largest sizes, which no floor or
+    jump below them can mislead.
+    """
+    sizes, weights = (np.asarray(curve[name], float) for name in ("sizes", "weights"))
+    asked, back = np.unique(np.concatenate([sizes[:1], sizes[-1:], batch]), return_inverse=True)
+    forms = log_forms(curve, asked)
+    log_time = weights @ forms + np.interp(np.log(asked), np.log(sizes), curve["rest"])
+    first, last = back[0], back[1]
+    beyond = np.maximum(asked - sizes[-1], 0.0)
+    chord = np.log(np.exp(log_time[last]) + curve["chord_s"] * beyond)
+    share = curve["chord_weight"] * (beyond > 0)
+    # the forms' quarrel is about the way on from the nearest measured size, not about its level
+    anchor = np.where(beyond > 0, last, first)
+    ways = forms - forms[:, anchor]
+    doubt = np.sqrt(np.maximum(weights @ ways**2 - (weights @ ways) ** 2, 0.0))
+    doubt = np.hypot(doubt, np.sqrt(share * (1 - share)) * np.abs(chord - log_time))
+    doubt[(asked >= sizes[0]) & (beyond <= 0)] = 0.0
+    value = np.exp((1 - share) * log_time + share * chord)
+    return value[back[2:]], doubt[back[2:]]
+
+
+def link_time(link: Mapping[str, Any], message_bytes: float, count: Array) -> Array:
+    """Ring all-reduce: `latency log2(n) + 2 (n - 1) / n bytes / bandwidth`; 0 for n = 1."""
+    rounds = link["latency_s"] * np.log2(count)
+    return np.asarray(
+        rounds + 2.0 * (count - 1.0) / count * message_bytes / link["bandwidth_bytes_per_s"]
+    )
+
+
+def log_growth(tier: Mapping[str, Any], nodes: Array, devices: Array) -> Array:
+    """How synchronisation grows with the ranks, as a logarithm up to a constant.
+
+    With the link's terms: their sum. Without: a weighted geometric mean of no growth, of a
+    ring's `2 (W - 1) / W` and of one whose latency counts, `0.7 + 0.3 log2(n)`. Fewer ranks than
+    were measured are not taken to be faster.
+    """
+    if tier["links"] is not None:
+        total: Array = np.zeros_like(nodes)
+        for scope, count in (("intra_node", devices), ("inter_node", nodes)):
+            if tier["links"].get(scope) is not None:
+                total += link_time(tier["links"][scope], tier["gradient_bytes"], count)
+        return np.asarray(np.log(np.maximum(total, TINY)))
+    ranks = np.maximum(nodes * devices, tier["fewest_ranks"])
+    units = np.maximum(nodes if tier["counts"] == "nodes" else devices, tier["fewest_units"])
+    ring = np.log(2.0 * (ranks - 1.0) / ranks)
+    latency = np.log(0.7 + 0.3 * np.log2(units))
+    return np.asarray(tier["ring_weight"] * ring + tier["latency_weight"] * latency)
+
+
+def sync_time(tier: Mapping[str, Any], nodes: Array, devices: Array) -> Array:
+    """Seconds of synchronisation, one row an overlap power."""
+    place = np.log2(nodes * devices)
+    levels = np.asarray(tier["log_levels"], float)
+    growth = log_growth(tier, nodes, devices)
+    shift = np.array([np.interp(place, tier["log2_ranks"], row) for row in levels])
+    return np.exp(growth + shift)
+
+
+def contention(params: Mapping[str, Any], devices: Array) -> Array:
+    """Factor on compute when more devices of a node work at once: `1 + c log2(d / d0)`."""
+    doublings = np.log2(np.maximum(devices / params["base"]["devices_per_node"], 1.0))
+    return np.asarray(1.0 + params["contention"] * doublings)
+
+
+def _tier_parts(
+    tier: Mapping[str, Any], batch: Array, nodes: Array, devices: Array, alone: Array
+) -> tuple[Array, Array]:
+    """Log seconds of compute overlapped with synchronisation, and the share of the latter."""
+    powers, weights = (np.asarray(tier[name], float) for name in ("powers", "weights"))
+    sync = sync_time(tier, nodes, devices)
+    both = smooth_maximum(np.broadcast_to(alone, sync.shape), sync, powers[:, None])
+    value = weights @ np.log(both)
+    share = weights @ (sync / both) ** powers[:, None]
+    rest = np.asarray(tier["rest"], float)
+    if rest.size:
+        place, size = np.log2(nodes * devices), np.log(batch)
+        columns = np.array([np.interp(size, np.log(tier["sizes"]), row) for row in rest])
+        knots = np.asarray(tier["log2_ranks"], float)
+        above = np.clip(np.searchsorted(knots, place), 0, len(knots) - 1)
+        below = np.clip(above - 1, 0, len(knots) - 1)
+        gap = np.maximum(knots[above] - knots[below], TINY)
+        part = np.clip((place - knots[below]) / gap, 0.0, 1.0)
+        index = np.arange(len(batch))
+        value = value + (1 - part) * columns[below, index] + part * columns[above, index]
+    return value, share
+
+
+def _raw(
+    params: Mapping[str, Any], batch: Array, nodes: Array, devices: Array, accumulation: Array
+) -> tuple[Array, Array, Array]:
+    """Seconds before monotony is imposed, the share of synchronisation, the forms' doubt."""
+    base = params["base"]
+    alone, doubt = compute_time(params["compute"], batch)
+    alone = alone * contention(params, devices)
+    value, share = alone.copy(), np.zeros_like(alone)
+    many = nodes > base["nodes"]
+    some = ~many & (devices > base["devices_per_node"])
+    for rows, tier in ((some, params["intra_node"]), (many, params["inter_node"])):
+        if rows.any():
+            log_value, part = _tier_parts(
+                tier, batch[rows], nodes[rows], devices[rows], alone[rows]
+            )
+            value[rows], share[rows] = np.exp(log_value), part
+    micro = np.maximum(alone - params["optimizer_s"], 0.0)
+    total = value + (accumulation - 1.0) * micro
+    if params["data"] is not None:
+        data = params["data"]["offset_s"] + params["data"]["slope_s"] * batch
+        total = np.maximum(total, accumulation * data)
+    return total, share * value / np.maximum(total, TINY), doubt
+
+
+def step_value(
+    params: Mapping[str, Any], batch: Array, nodes: Array, devices: Array, accumulation: Array
+) -> tuple[Array, Array, Array]:
+    """Seconds per step, never falling with the batch size; share of sync; the forms' doubt.
+
+    Between two knots the logarithm is convex in log size, so that the running maximum over the
+    knots below is all that monotony needs.
+    """
+    value, share, doubt = _raw(params, batch, nodes, devices, accumulation)
+    knots = np.asarray(params["knots"], float)
+    setups, which = np.unique(np.c_[nodes, devices, accumulation], axis=0, return_inverse=True)
+    which = which.reshape(-1)
+    grid = np.repeat(setups, len(knots), axis=0)
+    at_knots, _, _ = _raw(params, np.tile(knots, len(setups)), *grid.T)
+    least = np.maximum.accumulate(at_knots.reshape(len(setups), len(knots)), axis=1)
+    least = np.c_[np.zeros(len(setups)), least]
+    below = np.searchsorted(knots, batch, side="right")
+    return np.maximum(value, least[which, below]), share, doubt
+
+
+def log_deviation(
+    params: Mapping[str, Any],
+    batch: Array,
+    nodes: Array,
+    devices: Array,
+    share: Array,
+    doubt: Array,
+) -> Array:
+    """Standard deviation of log seconds: noise, distance from the measured, forms, growth."""
+    spread = params["spread"]
+    sizes = np.log2(np.asarray(params["compute"]["sizes"], float))
+    place = np.log2(batch)
+    above = np.clip(np.searchsorted(sizes, place), 0, len(sizes) - 1)
+    below = np.clip(above - 1, 0, len(sizes) - 1)
+    # a bridge between two measured sizes: nothing at them, most in the middle
+    gap = np.maximum(sizes[above] - sizes[below], TINY)
+    bridge = np.clip((place - sizes[below]) * (sizes[above] - place) / gap, 0.0, None)
+    beyond = np.maximum(np.maximum(place - sizes[-1], sizes[0] - place), 0.0)
+    compute = spread["bridge_sd"] ** 2 * bridge + (spread["beyond_sd"] * beyond) ** 2 + doubt**2
+    sync = np.zeros_like(batch)
+    base = params["base"]
+    many = nodes > base["nodes"]
+    some = ~many & (devices > base["devices_per_node"])
+    for rows, tier in ((some, params["intra_node"]), (many, params["inter_node"])):
+        if not rows.any():
+            continue
+        ranks = np.log2(nodes[rows] * devices[rows])
+        known = np.asarray(tier["log2_ranks"], float)
+        nearest = np.min(np.abs(ranks[:, None] - known[None, :]), axis=1)
+        outside = np.maximum(np.maximum(ranks - known[-1], known[0] - ranks), 0.0)
+        sync[rows] = tier["level_sd"] ** 2 + tier["between_sd"] ** 2 * np.minimum(nearest, 1.0)
+        sync[rows] += (tier["growth_sd"] * outside) ** 2
+    fewer = np.log2(np.maximum(base["nodes"] * base["devices_per_node"] / (nodes * devices), 1.0))
+    variance = (1 - share) ** 2 * compute + share**2 * sync + (spread["fewer_sd"] * fewer) ** 2
+    return np.asarray(np.sqrt(spread["scale"] ** 2 * variance + spread["noise_sd"] ** 2))
+
+
+def step_time(
+    params: Mapping[str, Any],
+    local_batch_size: Array,
+    nodes: Array,
+    devices_per_node: Array,
+    accumulation_steps: Array,
+    *,
+    level: float = 0.9,
+    bandwidth_bytes_per_s: float | None = None,
+    latency_s: float | None = None,
+) -> tuple[Array, Array, Array]:
+    """Seconds per optimizer step: value, lower, upper.
+
+    A stated link between nodes (bytes per second, seconds) takes the measured one's place.
+    """
+    if bandwidth_bytes_per_s is not None or latency_s is not None:
+        params = with_link(params, bandwidth_bytes_per_s, latency_s)
+    if not len(local_batch_size):
+        empty = np.zeros(0)
+        return empty, empty, empty
+    value, share, doubt = step_value(
+        params, local_batch_size, nodes, devices_per_node, accumulation_steps
+    )
+    deviation = log_deviation(params, local_batch_size, nodes, devices_per_node, share, doubt)
+    half = student_quantile(0.5 + level / 2, params["spread"]["degrees"]) * deviation
+    with np.errstate(over="ignore"):
+        return value, value * np.exp(-half), value * np.exp(half)
+
+
+def with_link(
+    params: Mapping[str, Any], bandwidth_bytes_per_s: float | None, latency_s: float | None
+) -> Mapping[str, Any]:
+    """The same parameters with another link between the nodes.
+
+    Raises:
+        ValueError: how many bytes an all-reduce moves, or the term that is not stated, is unknown.
+    """
+    tier = params["inter_node"]
+    links = dict(tier["links"] or {})
+    link = dict(links.get("inter_node") or {})
+    if bandwidth_bytes_per_s is not None:
+        link["bandwidth_bytes_per_s"] = bandwidth_bytes_per_s
+    if latency_s is not None:
+        link["latency_s"] = latency_s
+    if not params["gradient_bytes"]:
+        raise ValueError(
+            "a stated link needs the bytes that an all-reduce moves: set num_parameters of the "
+            "workload, or leave the link out"
+        )
+    if "bandwidth_bytes_per_s" not in link:
+        raise ValueError(
+            "inter_node_latency_s alone says nothing about bandwidth, which was not measured: "
+            "state inter_node_bandwidth_bytes_per_s too"
+        )
+    link.setdefault("latency_s", 0.0)
+    changed = {
+        **tier,
+        "links": {**links, "inter_node": link},
+        "gradient_bytes": params["gradient_bytes"],
+    }
+    if tier["links"] is None:
+        # levels were measured against another law: the stated link stands alone
+        zeros = [[0.0] for _ in tier["powers"]]
+        changed |= {"log2_ranks": [1.0], "log_levels": zeros, "rest": [], "sizes": []}
+    return {**params, "inter_node": changed}
+
+
+def is_extrapolated(
+    params: Mapping[str, Any], local_batch_size: Array, nodes: Array, devices_per_node: Array
+) -> NDArray[np.bool_]:
+    """Outside the measured batch sizes, or more ranks, nodes or devices than were measured."""
+    known = params["range"]
+    return np.asarray(
+        (local_batch_size < known["smallest_local_batch_size"])
+        | (local_batch_size > known["largest_local_batch_size"])
+        | (nodes > known["most_nodes"])
+        | (devices_per_node > known["most_devices_per_node"])
+        | (nodes * devices_per_node > known["largest_world_size"])
+    )

@@ -1,0 +1,118 @@
+"""Rows of a table made ready for the step-time fit: repeated trials as one, and what is constant.
+
+A cell is one configuration; its weight says how well its time is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlflow_tula.predictors.compute_curve import MODEL_SD
+from mlflow_tula.table import Measurement
+
+LEAST_SE = 0.02
+"""Relative error of one trial whose spread over steps was not recorded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """The repeated trials of one configuration, as one."""
+
+    batch: int
+    nodes: int
+    devices: int
+    accumulation: int
+    time: float
+    weight: float
+    sync: float | None
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel processes."""
+        return self.nodes * self.devices
+
+
+def make_cells(rows: Sequence[Measurement]) -> list[Cell]:
+    """Repeated trials as one: the median, weighted by how well it is known."""
+    groups: dict[tuple[int, int, int, int], list[Measurement]] = {}
+    for row in rows:
+        key = (row.nodes, row.devices_per_node, row.accumulation_steps, row.local_batch_size)
+        groups.setdefault(key, []).append(row)
+    made = []
+    for (nodes, devices, accumulation, batch), group in sorted(groups.items()):
+        times = np.array([row.step_time_s for row in group], float)
+        middle = float(np.median(times))
+        apart = 1.4826 * float(np.median(np.abs(times / middle - 1.0)))
+        own = [_standard_error(row) for row in group]
+        error = math.hypot(apart, float(np.median(own))) / math.sqrt(len(group))
+        syncs = [row.sync_time_s for row in group if row.sync_time_s is not None]
+        made.append(
+            Cell(
+                batch=batch,
+                nodes=nodes,
+                devices=devices,
+                accumulation=accumulation,
+                time=middle,
+                weight=min((MODEL_SD**2 + LEAST_SE**2) / (MODEL_SD**2 + error**2), 1.0),
+                sync=float(np.median(syncs)) if syncs else None,
+            )
+        )
+    return made
+
+
+def _standard_error(row: Measurement) -> float:
+    """Relative error of one trial's median: spread over root of steps."""
+    if row.step_time_std_s is None or row.step_time_s is None:
+        return LEAST_SE
+    return row.step_time_std_s / row.step_time_s / math.sqrt(max(row.num_steps or 1, 1))
+
+
+def optimizer_time(rows: Sequence[Measurement], cells: Sequence[Cell]) -> float:
+    """Seconds of a step that accumulation does not repeat: measured, or told by several k."""
+    most = 0.9 * min(cell.time / cell.accumulation for cell in cells)
+    known = [row.optimizer_time_s for row in rows if row.optimizer_time_s is not None]
+    if known:
+        return float(min(np.median(known), most))
+    once = {(c.nodes, c.devices, c.batch): c.time for c in cells if c.accumulation == 1}
+    found = [
+        (cell.accumulation * once[key] - cell.time) / (cell.accumulation - 1)
+        for cell in cells
+        if cell.accumulation > 1
+        and (key := (cell.nodes, cell.devices, cell.batch)) in once
+        and cell.nodes * cell.devices == 1
+    ]
+    return float(np.clip(np.median(found), 0.0, most)) if found else 0.0
+
+
+def data_line(rows: Sequence[Measurement]) -> dict[str, float] | None:
+    """Seconds to load one local batch, as a line; None where it was not measured."""
+    from scipy.optimize import nnls
+
+    known = [row for row in rows if row.data_time_s]
+    if not known:
+        return None
+    batch = np.array([row.local_batch_size for row in known], float)
+    passes = np.array([row.accumulation_steps for row in known], float)
+    times = np.array([row.data_time_s for row in known], float) / passes
+    design = np.c_[np.ones_like(batch), batch] / times[:, None]
+    scale = design.max(axis=0)
+    found, _ = nnls(design / scale, np.ones_like(times))
+    offset, slope = (float(value) for value in found / scale)
+    # loading takes no longer than the steps that it was measured in
+    steps = np.array([row.step_time_s for row in known], float) / passes
+    share = min(1.0, float(np.min(steps / (offset + slope * batch))))
+    return {"offset_s": share * offset, "slope_s": share * slope}
+
+
+def base_setup(cells: Sequence[Cell]) -> tuple[int, int]:
+    """(nodes, devices) whose rows give the compute curve: few ranks, but at least two sizes."""
+    sizes: dict[tuple[int, int], set[int]] = {}
+    for cell in cells:
+        sizes.setdefault((cell.nodes, cell.devices), set()).add(cell.batch)
+    enough = min(2, max(len(found) for found in sizes.values()))
+    usable = [setup for setup, found in sizes.items() if len(found) >= enough]
+    return min(usable, key=lambda setup: (setup[0] * setup[1], setup[0]))
