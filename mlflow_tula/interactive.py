@@ -64,9 +64,11 @@ def save_html(
 
 def _range(lines: Sequence[Overlay], quantity: str, factor: float, limit: float) -> dict[str, Any]:
     """Room for the lines; a wide band may run out of the panel. Step time is logarithmic."""
-    values = [value * factor for line in lines for value in line.predicted[quantity]]
+    parts = [rows[quantity] for line in lines for rows in (line.predicted, line.measured)]
+    values = [float(value) * factor for part in parts for value in part if value == value]
     if quantity == "step_time_s":
-        return {"type": "log", "range": [log10(min(values) / 1.5), log10(max(values) * 1.5)]}
+        low, high = log10(min(values) / 1.5), log10(max(values) * 1.5)
+        return {"type": "log", "range": [low, high], "dtick": "D2"}
     top = limit * factor if quantity == "peak_memory_bytes" else max(values)
     return {"range": [0.0, 1.15 * top]}
 
@@ -89,16 +91,27 @@ def _add_panel(
         rows = line.predicted
         common = {"legendgroup": group, "line": {"color": shade}}
         edge = {**common, "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+        joined = rows["extrapolated"].astype(bool)
+        # The dashes start at the last solid point, so that the line has no gap.
+        beyond = joined | joined.shift(-1, fill_value=False) | joined.shift(1, fill_value=False)
         upper, lower = rows[f"{quantity}_upper"] * factor, rows[f"{quantity}_lower"] * factor
         traces = [
             go.Scatter(x=rows[x], y=upper, **edge),
             go.Scatter(x=rows[x], y=lower, fill="tonexty", fillcolor=_faint(shade), **edge),
             go.Scatter(
                 x=rows[x],
-                y=rows[quantity] * factor,
+                y=rows[quantity].where(~joined) * factor,
                 name=f"{group}, predicted",
                 showlegend=column == 1,
                 **common,
+            ),
+            go.Scatter(
+                x=rows[x],
+                y=rows[quantity].where(beyond) * factor,
+                name=f"{group}, beyond what was measured",
+                showlegend=False,
+                legendgroup=group,
+                line={"color": shade, "dash": "dash"},
             ),
             go.Scatter(
                 x=line.measured[x],
