@@ -8,10 +8,12 @@ A file is written under a temporary name, flushed to the disk and renamed, so th
 the old or the new one and never half of one. Files are read with `weights_only=True`: a pickle
 that would run code is refused. What a checkpoint belongs to (`identity`: job, batch plan, number
 of epochs) is stored inside it as JSON, and another identity is refused with the field's name.
+torch is imported when a file is written or read: the parent process only looks and removes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -19,12 +21,14 @@ import pickle
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from mlflow_tula.errors import InvalidInputError, SchemaError, StoreError
+
+if TYPE_CHECKING:
+    import torch
 
 CHECKPOINT_KIND = "tula.checkpoint"
 CHECKPOINT_SCHEMA_VERSION = 1
@@ -46,6 +50,8 @@ def save_checkpoint(folder: Path, state: Mapping[str, Any], *, identity: Mapping
         InvalidInputError: `state` holds what could not be read back with `weights_only=True`.
         StoreError: the disk does not take it; the checkpoints before are untouched.
     """
+    import torch
+
     document = {
         "kind": CHECKPOINT_KIND,
         "schema_version": CHECKPOINT_SCHEMA_VERSION,
@@ -106,6 +112,11 @@ def load_checkpoint(folder: Path, *, identity: Mapping[str, Any]) -> dict[str, A
     return None
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is a whole checkpoint, readable or not."""
+    return any((folder / name).exists() for name in (CHECKPOINT_NAME, PREVIOUS_NAME))
+
+
 def remove_checkpoints(folder: Path) -> None:
     """Delete the checkpoints of `folder`, whole and partial ones."""
     for path in (folder / CHECKPOINT_NAME, folder / PREVIOUS_NAME):
@@ -132,8 +143,22 @@ def identity_difference(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
     return None
 
 
+def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes of a model's `state_dict`."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def capture_rng(device: torch.device) -> dict[str, Any]:
     """The state of every random generator a training step may draw from, in plain types."""
+    import torch
+
     version, keys, gauss = random.getstate()
     name, numpy_keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
     return {
@@ -152,6 +177,8 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
     """Inverse of `capture_rng`."""
+    import torch
+
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -165,6 +192,8 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     """The document of one file, or an error of the kinds that `load_checkpoint` passes over."""
+    import torch
+
     document = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(document, dict) or document.get("kind") != CHECKPOINT_KIND:
         raise ValueError("it is not a checkpoint of mlflow_tula")
@@ -190,6 +219,8 @@ def _check_identity(path: Path, document: dict[str, Any], identity: Mapping[str,
 
 def _plain(value: Any, where: str) -> Any:
     """`value` with numpy scalars as numbers; what `weights_only` would refuse is an error."""
+    import torch
+
     if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
         return value
     if isinstance(value, np.generic):

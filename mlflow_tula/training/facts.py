@@ -1,7 +1,9 @@
 """What a training run is told and what it tells: plain facts that cross process borders as JSON.
 
+    TrainRequest    everything the ranks are told
     BatchPlan       the decision: how many samples, in what pieces, on how many devices
     Schedule        how the learning rate follows batch size and step
+    Limits          when to stop, when to save
     StepRecord      one optimizer step
     EpochRecord     one pass over the training split, with the test accuracy after it
     TrainEvent      what `train(on_event=...)` is called with
@@ -19,7 +21,14 @@ from typing import Any, Literal, Self
 
 from mlflow_tula.batches import split_global_batch_size
 from mlflow_tula.errors import InvalidInputError
-from mlflow_tula.specs import Spec, check_choice, check_int, check_real
+from mlflow_tula.specs import DeviceType, Spec, check_choice, check_int, check_real
+from mlflow_tula.workloads.job import Job
+
+REQUEST_NAME = "request.json"
+EVENTS_NAME = "events.jsonl"
+STOP_NAME = "stop"
+"""What parent and ranks share in the folder of their group: a TrainRequest, one TrainEvent a line,
+and a file whose presence asks for a checkpoint and an end."""
 
 EventKind = Literal["started", "steps", "epoch", "checkpoint", "finished"]
 StopReason = Literal["completed", "target_accuracy", "max_steps", "time_limit"]
@@ -129,6 +138,40 @@ class Schedule(Spec):
         """Peak learning rate over the job's."""
         exponent = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}[self.scaling]
         return float((global_batch_size / self.reference_batch_size) ** exponent)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits(Spec):
+    """When to stop and when to save; none of them changes what is computed until then.
+
+    Training ends after the first epoch whose test accuracy (a fraction) reaches `target_accuracy`,
+    after `max_steps` optimizer steps in all, or `time_limit_s` seconds after this process began;
+    a later call goes on from there. Checkpoints are written after every
+    `checkpoint_every_epochs`-th epoch, after the last one, at every such stop, and during an epoch
+    when `checkpoint_every_s` have passed since the one before (None: not).
+    """
+
+    target_accuracy: float | None = None
+    max_steps: int | None = None
+    time_limit_s: float | None = None
+    checkpoint_every_epochs: int = 1
+    checkpoint_every_s: float | None = 300.0
+
+    def __post_init__(self) -> None:
+        """Check every field once."""
+        if self.target_accuracy is not None:
+            target = check_real("target_accuracy", self.target_accuracy, strict=True)
+            if target > 1:
+                raise InvalidInputError(
+                    f"target_accuracy must be a fraction of at most 1, not {target:g}"
+                )
+        if self.max_steps is not None:
+            check_int("max_steps", self.max_steps)
+        if self.time_limit_s is not None:
+            check_real("time_limit_s", self.time_limit_s, strict=True)
+        check_int("checkpoint_every_epochs", self.checkpoint_every_epochs)
+        if self.checkpoint_every_s is not None:
+            check_real("checkpoint_every_s", self.checkpoint_every_s)
 
 
 class _Metrics:
@@ -263,3 +306,51 @@ class TrainResult(Spec):
         rows = values.get("history") or ()
         values["history"] = tuple(EpochRecord.from_dict(row) for row in rows)
         return super(TrainResult, cls).from_dict(values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainRequest(Spec):
+    """What the ranks of one training process are told; `limits` and `device_type` may change."""
+
+    job: Job
+    plan: BatchPlan
+    epochs: int
+    output_dir: str
+    schedule: Schedule
+    limits: Limits
+    device_type: DeviceType
+
+    def __post_init__(self) -> None:
+        """Check the number of epochs; the parts have checked themselves."""
+        object.__setattr__(self, "epochs", check_int("epochs", self.epochs))
+        check_choice("device type", self.device_type, DeviceType)
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must share with a training that resumes from it, as plain JSON.
+
+        Where the data lies and how many processes load it change nothing that is computed.
+        """
+        job, plan = self.job.to_dict(), self.plan.to_dict()
+        for name in ("data_dir", "download", "num_workers"):
+            del job[name]
+        del plan["source"]
+        return {
+            "job": job,
+            "plan": plan,
+            "epochs": self.epochs,
+            "schedule": self.schedule.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`."""
+        values = dict(data)
+        parts: dict[str, type[Spec]] = {
+            "job": Job,
+            "plan": BatchPlan,
+            "schedule": Schedule,
+            "limits": Limits,
+        }
+        for name, kind in parts.items():
+            values[name] = kind.from_dict(values.get(name) or {})
+        return super(TrainRequest, cls).from_dict(values)
