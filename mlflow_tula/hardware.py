@@ -33,6 +33,8 @@ from mlflow_tula.specs import HardwareSpec
 logger = logging.getLogger(__name__)
 
 DEVICE_VARIABLE = "TULA_DEVICE"
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_CGROUP_FILE = Path("/proc/self/cgroup")
 _NO_LIMIT = 2**59  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
@@ -135,17 +137,16 @@ def memory_limit_bytes() -> int:
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:
     """This process's cgroup folders of v2 and v1 up to the root; a parent's limit binds too."""
-    root = Path("/sys/fs/cgroup")
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _CGROUP_FILE.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" and not controllers:
-            base = root
+            base = _CGROUP_ROOT
         elif controller in controllers.split(","):
-            base = root / controller
+            base = _CGROUP_ROOT / controller
         else:
             continue
         folder = base / path.lstrip("/")

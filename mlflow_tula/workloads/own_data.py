@@ -101,10 +101,8 @@ def build_own_datasets(job: Job) -> Datasets:
     num_classes = job.num_classes or _num_classes(job, train)
     image_size, channels = _image_shape(job, train)
     if channels is not None:
-        fitted = _fitting_shape(job, image_size, channels)
-        if fitted != (image_size, channels):
-            image_size, channels = fitted
-            train, test = (FittedImages(part, *fitted) for part in (train, test))
+        image_size, channels = _fitting_shape(job, image_size, channels)
+        train, test = (_fit(job, part, image_size, channels) for part in (train, test))
     return Datasets(
         train=train,
         test=test,
@@ -112,6 +110,12 @@ def build_own_datasets(job: Job) -> Datasets:
         image_size=image_size,
         channels=channels,
     )
+
+
+def _fit(job: Job, part: Any, image_size: int | None, channels: int) -> Any:
+    if _image_shape(job, part) == (image_size, channels):
+        return part
+    return FittedImages(part, image_size, channels)
 
 
 def _call(job: Job) -> tuple[Any, Any]:
@@ -132,7 +136,7 @@ def _call(job: Job) -> tuple[Any, Any]:
         ) from error
     if isinstance(made, Datasets):
         return made.train, made.test
-    if isinstance(made, (tuple, list)):
+    if isinstance(made, tuple):
         if len(made) != 2:
             raise InvalidInputError(
                 f"dataset {job.dataset!r} must return (train, test) or one dataset, not {len(made)}"
@@ -142,8 +146,8 @@ def _call(job: Job) -> tuple[Any, Any]:
 
 
 def _split(dataset: Any) -> tuple[Any, Any]:
-    if not hasattr(dataset, "__len__"):
-        return dataset, dataset
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
+        return dataset, None  # refused by the caller
     if _is_class(dataset[0][1]):
         train, test = stratified_split(labels_of(dataset))
     else:
@@ -191,7 +195,12 @@ def _image_shape(job: Job, train: Any) -> tuple[int | None, int | None]:
             f"{type(image).__name__}: apply torchvision.transforms.ToTensor"
         )
     if image.ndim != 3 or not image.is_floating_point():
-        return None, None
+        if is_import_path(job.model):
+            return None, None
+        raise InvalidInputError(
+            f"torchvision's models take float images [C, H, W], not {image.dtype} of shape "
+            f"{list(image.shape)}: use a model of your own, or change {job.dataset!r}"
+        )
     channels, height, width = image.shape
     return (height if height == width else None), channels
 
