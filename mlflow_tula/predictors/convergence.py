@@ -38,7 +38,7 @@ Array = NDArray[np.float64]
 CONVERGENCE_KIND = "tula.convergence_predictor"
 CONVERGENCE_SCHEMA_VERSION = 1
 
-MAX_SIZES = 200
+MAX_SIZES = 100
 MAX_BATCH_SIZE = 1e12
 
 
