@@ -36,7 +36,7 @@ from mlflow_tula.methods.wrapper import parameters_with_gradients
 
 
 def adascale_gain(variance: Tensor, squared_mean: Tensor, scale: float) -> Tensor:
-    """r for a reference batch's gradient variance and squared mean norm; 1 where both are 0."""
+    """R for a reference batch's gradient variance and squared mean norm; 1 where both are 0."""
     variance, squared_mean = variance.clamp(min=0), squared_mean.clamp(min=0)
     gain = (variance + squared_mean) / (variance / scale + squared_mean)
     return torch.where(gain.isfinite(), gain, 1.0)
@@ -92,22 +92,22 @@ class AdaScale(StepScaling):
         self._progress: Tensor | None = None
         self._saved = (0.0, 0.0, 0.0)
         self._last_total: list[Tensor] = []
-        self._squares: Tensor | None = None
-        self._total_square: Tensor | None = None
+        self._squares: list[Tensor] = []
+        self._total_squares: list[Tensor] = []
         self._shards = 0
         self._world_size = 1
         super().__init__(optimizer, mode="update", on_nonfinite=on_nonfinite)
 
     def observe(self) -> None:
         """Take note of one backward pass: the gradient it added to what was there."""
-        total = [p.grad.detach() for p in parameters_with_gradients(self.optimizer) if _has(p)]
+        gradients = [p.grad for p in parameters_with_gradients(self.optimizer)]
+        total = [gradient.detach() for gradient in gradients if gradient is not None]
         if len(self._last_total) == len(total):
             added = list(torch._foreach_sub(total, self._last_total))
         else:
             added = total
-        square = gradient_norm(added).square()
-        self._squares = square if self._squares is None else self._squares + square
-        self._total_square = gradient_norm(total).square()
+        self._squares.append(gradient_norm(added).square())
+        self._total_squares = [gradient_norm(total).square()]
         self._last_total = [gradient.clone() for gradient in total]
         self._shards += 1
 
@@ -124,18 +124,19 @@ class AdaScale(StepScaling):
     def decide(self, norm: Tensor, finite: Tensor) -> Tensor:
         """The gain of this step."""
         shards = self._world_size if self._world_size > 1 else self._shards
-        if shards < 2 or self._squares is None or self._total_square is None:
+        if shards < 2 or not self._squares or not self._total_squares:
             raise InvalidInputError(
                 f"AdaScale needs at least 2 gradients in a step, not {shards}: call observe() "
                 "after every backward pass of an accumulation, or attach() a distributed model"
             )
-        squares = self._squares.to(norm.device)
+        squares = torch.stack(self._squares).sum().to(norm.device)
+        total_square = torch.stack(self._total_squares).sum().to(norm.device)
         if self._world_size > 1:
             torch.distributed.all_reduce(squares)
         # Whatever scaled the raw gradients (a loss scale, sum or mean over passes) scaled the
         # shards and their total alike: the norm at hand gives the unit.
         squared_norm = norm.square()
-        mean_square = shards * squares * squared_norm / self._total_square.to(norm.device)
+        mean_square = shards * squares * squared_norm / total_square
         if self._averages is None or self._progress is None:
             self._averages = torch.tensor(self._saved[:2], device=norm.device, dtype=norm.dtype)
             self._progress = torch.tensor(self._saved[2], device=norm.device, dtype=norm.dtype)
@@ -145,7 +146,7 @@ class AdaScale(StepScaling):
         gain = adascale_gain(self._averages[0], self._averages[1], self.scale)
         gain = torch.where(finite, gain, 1.0)
         self._progress = self._progress + torch.where(finite, gain, 0.0)
-        self._last_total, self._squares, self._total_square, self._shards = [], None, None, 0
+        self._last_total, self._squares, self._total_squares, self._shards = [], [], [], 0
         return gain
 
     @property
@@ -168,33 +169,29 @@ class AdaScale(StepScaling):
         self._averages = self._progress = None
 
 
-def _has(parameter: torch.nn.Parameter) -> bool:
-    return parameter.grad is not None
-
-
-def _observing_all_reduce(
-    state: AdaScale, bucket: torch.distributed.GradBucket
-) -> torch.futures.Future[Tensor]:
+def _observing_all_reduce(state: AdaScale, bucket: Any) -> torch.futures.Future[Tensor]:
     """DDP communication hook: note the local gradient's square, then average as DDP would."""
-    buffer = bucket.buffer()
-    share = buffer.detach().float() / state._world_size
-    state._squares = _sum(None if bucket.index() == 0 else state._squares, share)
+    buffer = bucket.buffer().div_(state._world_size)
+    if bucket.index() == 0:  # a step that was never taken must not count in the next
+        state._squares, state._total_squares = [], []
+    state._squares.append(_square(buffer))
 
     def note_average(future: torch.futures.Future[Any]) -> Tensor:
         average: Tensor = future.value()[0]
-        state._total_square = _sum(
-            None if bucket.index() == 0 else state._total_square, average.detach().float()
-        )
+        state._total_squares.append(_square(average))
         return average
 
-    buffer.div_(state._world_size)
     work = torch.distributed.all_reduce(buffer, async_op=True)
-    return work.get_future().then(note_average)
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(note_average)
+    return averaged
 
 
-def _sum(so_far: Tensor | None, tensor: Tensor) -> Tensor:
-    square = torch.linalg.vector_norm(tensor).square()
-    return square if so_far is None else so_far + square
+# DDP compares a hook's annotations with its own classes and refuses strings.
+_observing_all_reduce.__annotations__.clear()
+
+
+def _square(tensor: Tensor) -> Tensor:
+    return gradient_norm([tensor.detach()]).square()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

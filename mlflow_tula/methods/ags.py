@@ -35,13 +35,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mlflow_tula.errors import InvalidInputError
-from mlflow_tula.gradients import next_variability
+from mlflow_tula.gradients import DEFAULT_SMOOTHING, next_variability
 from mlflow_tula.methods.protocol import MethodRun, TrainingPlan
 from mlflow_tula.methods.scale_invariance import ignores_gradient_scale
 from mlflow_tula.methods.step_scaling import Mode, OnNonfinite, StepScaling, check_number
 
 DEFAULT_THRESHOLD = 0.5
-DEFAULT_SMOOTHING = 0.16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

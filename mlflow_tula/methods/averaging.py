@@ -27,7 +27,7 @@ from mlflow_tula.methods.scaling import (
 
 
 def post_local_sgd(optimizer: Optimizer, *, start_step: int, period: int) -> Optimizer:
-    """torch's PostLocalSGDOptimizer around the optimizer.
+    """Torch's PostLocalSGDOptimizer around the optimizer.
 
     Args:
         optimizer: steps on every rank.
@@ -48,7 +48,7 @@ def post_local_sgd(optimizer: Optimizer, *, start_step: int, period: int) -> Opt
             f"not {start_step} and {period}"
         )
     averager = PeriodicModelAverager(period=period, warmup_steps=start_step)
-    return PostLocalSGDOptimizer(optimizer, averager)  # type: ignore[no-untyped-call]
+    return PostLocalSGDOptimizer(optimizer, averager)
 
 
 def stop_averaging_gradients(model: torch.nn.Module, *, start_step: int) -> None:

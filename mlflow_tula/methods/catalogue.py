@@ -56,10 +56,19 @@ def build_method(name: str, **settings: Any) -> Method:
     if name not in _METHODS:
         raise UnknownNameError("method", name, _METHODS)
     method = _METHODS[name]()
-    known = {field.name for field in fields(method)} - {"name"}
+    known = _settings(method)
     for setting in settings:
         if setting not in known:
             raise InvalidInputError(
                 f"method {name!r} has no setting {setting!r}: it has {', '.join(sorted(known))}"
             )
     return cast(Method, replace(method, **settings))
+
+
+def has_warmup(name: str) -> bool:
+    """Whether the method of that name warms the learning rate up."""
+    return "warmup_epochs" in _settings(build_method(name))
+
+
+def _settings(method: Any) -> set[str]:
+    return {field.name for field in fields(method)} - {"name"}

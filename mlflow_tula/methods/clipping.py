@@ -35,7 +35,7 @@ class NormClipping(StepScaling):
         self.limit = check_number("max_norm", max_norm, above=0)
 
     def decide(self, norm: Tensor, finite: Tensor) -> Tensor:
-        """torch's clip coefficient."""
+        """Torch's clip coefficient."""
         return torch.where(finite, clip_coefficient(norm, self.limit), 1.0)
 
     def scaling_state(self) -> dict[str, Any]:

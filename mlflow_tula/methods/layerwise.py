@@ -11,8 +11,10 @@ apex's and NVIDIA's need CUDA, torch_optimizer has not been released since 2021.
 
 Its LARS steps scalars and vectors (biases, norm layers) by plain SGD at the group's raw rate, which
 for LARS is ten to a hundred times a usual one. So they get a group of their own here with a rate
-of their own. Its LAMB follows version 3 of the paper (no bias correction); `weight_decouple` is
-off, because only then does weight decay stand inside the trust ratio as in the paper.
+of their own. Its LAMB is used as version 3 of the paper has it (no bias correction), which takes
+two settings that are not its defaults: `weight_decouple=False`, or weight decay would stand outside
+the trust ratio; `adam_debias=True`, or the step would be divided by 1 - beta1^t after the trust
+ratio has fixed its length, and the first one would be ten times too long.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ def lamb(
         weight_decay=weight_decay,
         weight_decouple=False,
         eps=eps,
+        adam_debias=True,
     )
 
 
@@ -114,9 +117,9 @@ class LayerwiseMethod:
     """LARS or LAMB in place of the given optimizer, with warm-up, and clipping where asked for.
 
     Takes parameters, reference rate, momentum and weight decay from the optimizer it replaces. The
-    rate of vectors is the reference rate scaled by `vector_rule`; the rate of matrices is
-    `learning_rate` where given, else the reference rate scaled by `rule` (LAMB) or that over the
-    trust coefficient's usual 0.001 times `relative_step` (LARS), see `recipe`.
+    rate of matrices is `learning_rate` where given, else the reference rate scaled by `rule`; LARS
+    gives vectors the reference rate scaled by `vector_rule`. A layer's relative step is rate times
+    trust coefficient, so tune one of the two: neither carries over from SGD.
     """
 
     name: str = "lars"

@@ -3,9 +3,9 @@
     plan = TrainingPlan(global_batch_size=1024, reference_batch_size=32, steps_per_epoch=59)
     run = method.wrap(optimizer, plan)
     for epoch in range(epochs):
-        loader = make_loader(run.begin_epoch(epoch))        # the global batch size of this epoch
+        loader = make_loader(run.begin_epoch(epoch))      # with this epoch's global batch size
         for batch in loader:
-            run.step(lambda: forward_and_backward(batch))   # zero_grad, forward, backward, return loss
+            run.step(lambda: forward_and_backward(batch)) # zero_grad, forward, backward; the loss
 
 The optimizer that goes in carries the *reference* learning rate (the one tuned for the reference
 batch size), momentum and weight decay; a method scales the rate and leaves the other two alone.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class MethodRun:
                     f"{type(self.optimizer).__name__} evaluates the gradient at a second point and "
                     "cannot run under a GradScaler: train in bf16 or fp32"
                 )
-            loss = self.optimizer.step(closure)  # type: ignore[arg-type]
+            loss: Any = self.optimizer.step(closure)  # type: ignore[arg-type]
         else:
             loss = closure()
             if scaler is None:
@@ -131,7 +131,7 @@ class MethodRun:
                 scaler.update()
         if self.schedule is not None:
             self.schedule.step()
-        return loss  # type: ignore[return-value]
+        return cast(Tensor, loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs besides the model's own state."""

@@ -40,7 +40,8 @@ class SharpnessAware(OptimizerWrapper):
             return optimizer
 
         # SAM makes its base optimizer from a class; handing it the one there is keeps its state.
-        self._sam = SAM(optimizer.param_groups, same_optimizer, rho=self.rho)
+        base: Any = same_optimizer
+        self._sam = SAM(optimizer.param_groups, base, rho=self.rho)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Gradient at w, gradient at w + e, step from w.

@@ -1,7 +1,7 @@
 """One number per step, decided on the device: the machinery under AGS, clipping and AdaScale.
 
     optimizer.step()
-      pre-hook    n = norm of the averaged gradient        (after all-reduce, accumulation, unscaling)
+      pre-hook    n = norm of the averaged gradient        after all-reduce and accumulation
                   m = decide(n)                            a 0-d tensor, never read by the host
                   gradient mode: g <- m g                  update mode: learning rate x m
       torch's own step
@@ -20,7 +20,7 @@ import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -253,7 +253,7 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     else:
         norm = torch.nn.utils.get_total_norm(gradients)
     # Sharded gradients (FSDP2) give a norm that is still spread over the ranks.
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return cast(Tensor, norm.full_tensor()) if hasattr(norm, "full_tensor") else norm
 
 
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
@@ -298,7 +298,11 @@ def refuse_closures(optimizer: Optimizer) -> None:
 
 
 def check_number(
-    name: str, value: float, *, above: float | None = None, at_least: float | None = None,
+    name: str,
+    value: float,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
     at_most: float | None = None,
 ) -> float:
     """A finite number within its range, or InvalidInputError naming the range."""

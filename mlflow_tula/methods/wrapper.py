@@ -55,7 +55,7 @@ class OptimizerWrapper(Optimizer):
         else:
             object.__delattr__(self, name)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the inner optimizer."""
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 

@@ -1,0 +1,118 @@
+"""The recipe: one table, one line in a loop."""
+
+import pytest
+import torch
+from torch import nn
+
+from mlflow_tula.errors import InvalidInputError, UnknownNameError
+from mlflow_tula.methods import NormClipping, build_method, recipe
+from mlflow_tula.methods.recipe import RULES, choose_method
+
+BATCHES = {"batch_size": 512, "reference_batch_size": 32, "reference_learning_rate": 0.05}
+
+
+def test_one_line_sets_rate_warm_up_and_clip_and_keeps_the_rest():
+    model = nn.Linear(2, 2)
+    optimizer, schedule = recipe(
+        model, **BATCHES, steps_per_epoch=4, momentum=0.8, weight_decay=0.01
+    )
+    group = optimizer.param_groups[0]
+    assert (group["momentum"], group["weight_decay"]) == (0.8, 0.01)
+    assert group["lr"] == pytest.approx(0.05)  # warm-up begins at the reference rate
+    for _ in range(20):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        schedule.step()
+    assert group["lr"] == pytest.approx(0.05 * 16)
+    assert isinstance(optimizer, NormClipping)
+
+
+def test_the_reference_batch_itself_is_left_alone():
+    optimizer, schedule = recipe(
+        nn.Linear(2, 2), batch_size=32, reference_batch_size=32, reference_learning_rate=0.05
+    )
+    optimizer.step()
+    schedule.step()
+    assert type(optimizer) is torch.optim.SGD
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_settings_hold_at_the_reference_batch_too():
+    model = nn.Linear(2, 2)
+    optimizer, _ = recipe(
+        model,
+        batch_size=32,
+        reference_batch_size=32,
+        reference_learning_rate=0.05,
+        max_norm=0.5,
+    )
+    assert isinstance(optimizer, NormClipping)
+    assert optimizer.limit == 0.5
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_linear_factor_is_capped_and_adam_takes_the_root():
+    capped, _ = recipe(nn.Linear(2, 2), **{**BATCHES, "batch_size": 32 * 64}, warmup_epochs=0)
+    assert capped.param_groups[0]["lr"] == pytest.approx(0.05 * 16)
+    adam, _ = recipe(nn.Linear(2, 2), **BATCHES, optimizer="adamw", warmup_epochs=0)
+    assert adam.param_groups[0]["lr"] == pytest.approx(0.05 * 4)
+
+
+def test_without_an_epoch_length_warm_up_takes_200_steps():
+    optimizer, schedule = recipe(nn.Linear(2, 2), **BATCHES)
+    for _ in range(100):
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * (1 + 15 / 2))
+
+
+def test_an_optimizer_keeps_its_settings():
+    model = nn.Linear(2, 2)
+    mine = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.7, nesterov=True)
+    optimizer, _ = recipe(mine, batch_size=128, reference_batch_size=32, warmup_epochs=0)
+    group = optimizer.param_groups[0]
+    assert group["lr"] == pytest.approx(0.4)
+    assert (group["momentum"], group["nesterov"]) == (0.7, True)
+
+
+def test_every_rule_names_a_method_and_settings_that_exist():
+    for rule in RULES:
+        assert build_method(rule.method, **rule.settings).name == rule.method
+    for family in ("sgd", "adaptive"):
+        assert choose_method(family, 1.0).method == "plain"
+        assert choose_method(family, 1e9).method == "scaling_clip"
+
+
+@pytest.mark.parametrize("method", ["ags", "static_scaling", "lars", "sqrt_scaling"])
+def test_other_methods_by_name(method):
+    optimizer, schedule = recipe(nn.Linear(2, 2), **BATCHES, method=method)
+    optimizer.step()
+    schedule.step()
+
+
+@pytest.mark.parametrize("method", ["sam", "extrapolation", "adascale", "batch_warmup"])
+def test_methods_that_need_more_of_the_loop_say_so(method):
+    with pytest.raises(InvalidInputError, match=rf"build_method\('{method}'\)"):
+        recipe(nn.Linear(2, 2), **BATCHES, method=method)
+
+
+def test_bad_input():
+    with pytest.raises(InvalidInputError, match=r"reference batch \(64\) must not be above"):
+        recipe(
+            nn.Linear(2, 2),
+            batch_size=32,
+            reference_batch_size=64,
+            reference_learning_rate=0.1,
+        )
+    with pytest.raises(InvalidInputError, match="reference_learning_rate is needed"):
+        recipe(nn.Linear(2, 2), batch_size=64, reference_batch_size=32)
+    with pytest.raises(InvalidInputError, match="reference_learning_rate must be a finite"):
+        recipe(nn.Linear(2, 2), **{**BATCHES, "reference_learning_rate": -1.0})
+    with pytest.raises(UnknownNameError, match="unknown optimizer 'sdg': did you mean sgd"):
+        recipe(nn.Linear(2, 2), **BATCHES, optimizer="sdg")
+    with pytest.raises(UnknownNameError, match="unknown method"):
+        recipe(nn.Linear(2, 2), **BATCHES, method="magic")
+    with pytest.raises(InvalidInputError, match="has no setting 'speed'"):
+        recipe(nn.Linear(2, 2), **BATCHES, speed=2)
+    with pytest.raises(InvalidInputError, match="says nothing without steps_per_epoch"):
+        recipe(nn.Linear(2, 2), **BATCHES, warmup_epochs=2)
