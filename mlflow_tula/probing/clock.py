@@ -80,8 +80,8 @@ class CudaClock:
 
     def mark(self) -> Any:
         """An event behind everything queued so far."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def synchronize(self) -> None:
