@@ -19,6 +19,7 @@ import logging
 import os
 import pickle
 import random
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ CHECKPOINT_KIND = "tula.checkpoint"
 CHECKPOINT_SCHEMA_VERSION = 1
 CHECKPOINT_NAME = "checkpoint.pt"
 PREVIOUS_NAME = "checkpoint.previous.pt"
+
+_UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile)
 
 _logger = logging.getLogger(__name__)
 
@@ -97,7 +100,7 @@ def load_checkpoint(folder: Path, *, identity: Mapping[str, Any]) -> dict[str, A
             continue
         try:
             document = _read(path)
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except _UNREADABLE as error:
             reasons.append(f"{name}: {_first_line(error)}")
             _logger.warning("%s cannot be read and is passed over: %s", path, _first_line(error))
             continue
@@ -194,7 +197,15 @@ def _read(path: Path) -> dict[str, Any]:
     """The document of one file, or an error of the kinds that `load_checkpoint` passes over."""
     import torch
 
-    document = torch.load(path, map_location="cpu", weights_only=True)
+    with zipfile.ZipFile(path) as archive:
+        # torch writes checksums and does not look at them when it reads.
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"{damaged} does not match its checksum")
+    try:
+        document = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError("it holds more than tensors, numbers and strings") from error
     if not isinstance(document, dict) or document.get("kind") != CHECKPOINT_KIND:
         raise ValueError("it is not a checkpoint of mlflow_tula")
     return document
@@ -221,10 +232,10 @@ def _plain(value: Any, where: str) -> Any:
     """`value` with numpy scalars as numbers; what `weights_only` would refuse is an error."""
     import torch
 
-    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
-        return value
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic):  # before float, which numpy's float64 is as well
         return value.item()
+    if value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float, str):
+        return value
     if isinstance(value, Mapping):
         return {key: _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -105,6 +105,7 @@ class TrainLoop:
 
     def run(self) -> TrainResult | None:
         """Train to the end or to a limit; None where a stop was requested (and saved)."""
+        self._began = self._saved = time.monotonic()
         again = f", resumed after step {self._at.step}" if self._resumed_from else ""
         parameters = sum(p.numel() for p in self._setup.model.parameters() if p.requires_grad)
         self._tell(
@@ -311,6 +312,7 @@ class TrainLoop:
             accuracy, loss = self._evaluate()[1], at.tally.mean_loss
             step_time_s = self._peers.max([at.tally.median_step_time_s or 0.0])[0]
         memory = self._peers.max([float(peak_memory_bytes(self._peers.device))])[0]
+        memory = max([memory, *(float(row.peak_memory_bytes) for row in at.history)])
         return TrainResult(
             plan=plan,
             stop_reason=reason,

@@ -47,7 +47,7 @@ def main() -> None:
     request = TrainRequest.from_dict(json.loads((folder / REQUEST_NAME).read_text()))
     stop_requested = _stop_flag(folder / STOP_NAME)
     peers = _join(request)
-    setup = _set_up(request, peers)
+    setup = set_up(request, peers)
     setup.stop_requested = stop_requested
     with (folder / EVENTS_NAME).open("a", buffering=1) as events:
         loop = TrainLoop(setup, peers=peers, emit=_writer(events))
@@ -101,7 +101,7 @@ def _join(request: TrainRequest) -> Peers:
     return Peers(rank=rank, world_size=world_size, device=device)
 
 
-def _set_up(request: TrainRequest, peers: Peers) -> Setup:
+def set_up(request: TrainRequest, peers: Peers) -> Setup:
     """Data, model, optimizer and recipe of one rank."""
     import torch
     from torch.nn.parallel import DistributedDataParallel

@@ -1,0 +1,83 @@
+"""Models and losses of the training tests' own, for worker processes to import by name."""
+
+import os
+import signal
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+
+def small_net(num_classes: int) -> nn.Module:
+    """For 8x8 images; batch norm and dropout, so that buffers and random numbers matter."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(128, num_classes),
+    )
+
+
+def linear_net(num_classes: int) -> nn.Module:
+    """Without batch norm and dropout: every cut of a batch has the same gradient."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))
+
+
+class _Slow(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(0.05)
+        output: Tensor = self.inner(images)
+        return output
+
+
+def slow_net(num_classes: int) -> nn.Module:
+    """small_net with time to be interrupted in."""
+    return _Slow(small_net(num_classes))
+
+
+_calls = 0
+
+
+def _fails(number: int) -> bool:
+    global _calls
+    _calls += 1
+    return _calls == number and os.environ.get("RANK") == "1"
+
+
+def raises_on_rank_1(logits: Tensor, labels: Tensor) -> Tensor:
+    if _fails(30):
+        raise ValueError("the moon is in the wrong phase")
+    return cross_entropy(logits, labels)
+
+
+def dies_on_rank_1(logits: Tensor, labels: Tensor) -> Tensor:
+    if _fails(30):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return cross_entropy(logits, labels)
+
+
+def out_of_memory_on_rank_1(logits: Tensor, labels: Tensor) -> Tensor:
+    if _fails(5):
+        torch.empty(2**50, dtype=torch.uint8)
+    return cross_entropy(logits, labels)
+
+
+def diverging(logits: Tensor, labels: Tensor) -> Tensor:
+    if logits.requires_grad and _calls_reach(7):
+        return cross_entropy(logits, labels) * float("nan")
+    return cross_entropy(logits, labels)
+
+
+def _calls_reach(number: int) -> bool:
+    global _calls
+    _calls += 1
+    return _calls % number == 0
