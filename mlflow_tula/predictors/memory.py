@@ -37,6 +37,8 @@ PRIOR_STEPS = 4.0
 JUMP = 1.4
 """Room beyond the probes for one more choice of workspace (VGG11 on an A100: 1.4 times the line);
 a CPU makes none."""
+UNKNOWN_SHARE = 0.5
+"""Share of a single reading that is taken to grow with the batch; its interval is all of it."""
 UNKNOWN_COPY = 0.25
 """Gradients as a share of the static bytes where the parameters were not counted: of weights,
 gradients, momentum and context."""
@@ -231,7 +233,8 @@ def _curve(
     slope = _last_slope(sizes, peaks)
     identified = slope * (last - sizes[0]) > FLAT * peaks[-1]
     if not identified:
-        slope = _hinted_slope(last, float(peaks[-1]), slope, static_hint, activation_hint)
+        guess = max(slope, 0.0) if len(sizes) > 1 else UNKNOWN_SHARE * float(peaks[-1]) / last
+        slope = _hinted_slope(last, float(peaks[-1]), guess, static_hint, activation_hint)
         return {
             **fields,
             "identified": activation_hint is not None,
@@ -277,15 +280,14 @@ def _last_slope(sizes: Array, peaks: Array) -> float:
 
 
 def _hinted_slope(
-    last: float, peak: float, measured: float, static: float | None, activation: float | None
+    last: float, peak: float, guess: float, static: float | None, activation: float | None
 ) -> float:
-    """Bytes a sample where the readings do not tell: counted, or what they did show."""
+    """Bytes a sample where the readings do not tell: counted, else the guess."""
     if activation is not None:
         return activation
     if static is not None and static < peak:
         return (peak - static) / last
-    # one size: half of it is as good a guess as any, and the interval says so
-    return max(measured, 0.0) if measured else 0.5 * peak / last
+    return guess
 
 
 def _errors(sizes: Array, peaks: Array, rows: Sequence[Measurement]) -> dict[str, Any]:

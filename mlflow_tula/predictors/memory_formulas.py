@@ -79,10 +79,24 @@ def peak_memory(
     lower, upper = _bounds(params, batch, alone, level)
     lower = np.minimum(lower, alone * np.exp(-half * down))
     upper = np.maximum(upper, alone * np.exp(half * up))
+    if params["identified"] and np.all(np.diff(params["peak_bytes"]) >= 0):
+        floor, ceiling = _neighbouring_peaks(params, batch)
+        lower = np.maximum(lower, np.minimum(floor * np.exp(-half * params["relative_sd"]), alone))
+        upper = np.minimum(upper, np.maximum(ceiling * np.exp(half * params["relative_sd"]), alone))
     copy, doubt = params["copy_bytes"], half * params["copy_sd_bytes"]
     many = np.asarray(world_size) > 1
     lower = lower + many * max(copy - doubt, 0.0)
     return alone + many * copy, lower, upper + many * (copy + doubt)
+
+
+def _neighbouring_peaks(params: Mapping[str, Any], batch: Array) -> tuple[Array, Array]:
+    """Peaks of the next smaller and the next larger probe: readings that rise stay between."""
+    known, peaks = (np.asarray(params[name], float) for name in ("batch_sizes", "peak_bytes"))
+    below, above = neighbours(known, batch)
+    return (
+        np.where(batch < known[0], 0.0, peaks[below]),
+        np.where(batch > known[-1], np.inf, peaks[above]),
+    )
 
 
 def _bounds(
@@ -151,11 +165,7 @@ def _feasible_here(
     largest = max(sizes[~out], default=0.0)
     below = np.maximum(np.searchsorted(sizes, batch) - 1, 0)
     beside_out = np.append(out, False)[below]
-    # a larger size that ran out shows where the limit really lies, whatever the nominal one
-    failed = np.append(sizes[out], np.inf)
-    bound = peak_memory(params, failed[:-1], np.full(len(failed) - 1, 2 if many else 1))[0]
-    bound = np.append(np.minimum.accumulate(bound[::-1])[::-1], np.inf)
-    effective = np.fmin(limit, bound[np.searchsorted(failed[:-1], batch)])
+    effective = np.fmin(limit, _shown_limit(params, batch))
     jump = np.where(batch > largest, params["jump"] * value, value) <= effective
 
     ran = found == OK
@@ -184,6 +194,25 @@ def _feasible_here(
     fits = np.select(conditions, [rule[1] for rule in rules], False)
     reason = np.select(conditions, [rule[2] for rule in rules], "predicted above the limit")
     return fits.astype(bool), reason.astype(object)
+
+
+def _shown_limit(params: Mapping[str, Any], batch: Array) -> Array:
+    """Where larger sizes that ran out show the limit to be, whatever the nominal one.
+
+    No less than the largest peak that ran: a size that ran out below it did so by its workspace.
+    """
+    out = sorted(
+        (float(probe["local_batch_size"]), float(probe["world_size"]))
+        for probe in params["probes"]
+        if probe["status"] == OOM
+    )
+    if not out or not params["batch_sizes"]:
+        return np.full(batch.shape, np.inf)
+    sizes, worlds = np.array(out).T
+    bound = peak_memory(params, sizes, worlds)[0]
+    bound = np.append(np.minimum.accumulate(bound[::-1])[::-1], np.inf)
+    ran = [probe["peak_bytes"] or 0.0 for probe in params["probes"] if probe["status"] == OK]
+    return np.maximum(bound[np.searchsorted(sizes, batch)], max(ran, default=0.0))
 
 
 def _map(probes: Sequence[Mapping[str, Any]], many: bool) -> tuple[Array, NDArray[np.str_], Array]:
