@@ -69,7 +69,7 @@ DEFAULT_LEARNING_RATES: dict[str, float] = {
     "nadam": 0.0003,
     "radam": 0.0003,
 }
-"""Rates at which VGG11 (no batch norm, the hardest of the usual models) still learns."""
+"""Starting points, low enough for models without batch norm (VGG, AlexNet); not tuned."""
 
 SYNTHETIC_SIZE, SYNTHETIC_CHANNELS, SYNTHETIC_CLASSES = 2048, 3, 10
 
