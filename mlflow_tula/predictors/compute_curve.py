@@ -66,7 +66,9 @@ def fit_curve(points: Points) -> dict[str, Any]:
             forms, residuals, weights = _pool(points, trust**2)
     kept = weights >= LEAST_WEIGHT * weights.max()
     weights = weights[kept] / weights[kept].sum()
+    fitted = np.log(points.times) - weights @ residuals[kept]
     rest = _smooth(points, weights @ residuals[kept], trust**2)
+    rest = isotonic(fitted + rest, points.weights * trust**2) - fitted
     curve: dict[str, Any] = {
         name: _plain(values[kept])
         for name, values in zip(("offsets_s", "floors_s", "slopes_s", "powers"), forms, strict=True)
@@ -149,6 +151,18 @@ def _smooth(points: Points, rest: Array, trust: Array) -> Array:
     prior = REST_SD**2 * np.exp(-apart / REST_DOUBLINGS)
     noise = REST_NOISE**2 / np.maximum(points.weights * trust**2, 1e-6)
     return np.asarray(prior @ np.linalg.solve(prior + np.diag(noise), rest))
+
+
+def isotonic(values: Array, weights: Array) -> Array:
+    """The nearest values that never fall (pool adjacent violators, weighted squares)."""
+    blocks: list[list[float]] = []
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        blocks.append([value, weight, 1])
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (low, first, count), (high, second, more) = blocks[-2], blocks[-1]
+            total = first + second
+            blocks[-2:] = [[(low * first + high * second) / total, total, count + more]]
+    return np.concatenate([np.full(int(count), value) for value, _, count in blocks])
 
 
 def _chord(curve: dict[str, Any]) -> dict[str, float]:

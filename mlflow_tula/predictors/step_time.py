@@ -31,14 +31,14 @@ Array = NDArray[np.float64]
 
 NOISE_SD = 0.025
 BRIDGE_SD = 0.045
-BEYOND_SD = 0.07
+BEYOND_SD = 0.055
 FEWER_SD = 0.3
 DEGREES = 6.0
 """Errors of log step time on public tables (docs/method.md): of a repetition, per root of a
 doubling between probes, per doubling beyond them, per halving of the ranks below the measured;
 and the degrees of freedom of Student's t that their tails ask for."""
 SCALE_ROWS = 6.0
-LEAST_SCALE, MOST_SCALE = 0.7, 4.0
+LEAST_SCALE, MOST_SCALE = 0.85, 4.0
 """Left-out rows scale the interval; the public tables count as this many of them."""
 MAX_LEFT_OUT = 24
 TIERS: tuple[tuple[sync_level.Counts, str], ...] = (

@@ -20,6 +20,8 @@ from .formulas import smooth_maximum, student_quantile
 Array = NDArray[np.float64]
 
 TINY = 1e-300
+REST_DECAY = 3.0
+"""What overlap leaves over at the measured ranks fades within half a doubling beyond."""
 
 
 def log_forms(curve: Mapping[str, Any], batch: Array) -> Array:
@@ -92,7 +94,7 @@ def sync_time(tier: Mapping[str, Any], nodes: Array, devices: Array) -> Array:
     levels = np.asarray(tier["log_levels"], float)
     growth = log_growth(tier, nodes, devices)
     shift = np.array([np.interp(place, tier["log2_ranks"], row) for row in levels])
-    return np.exp(growth + shift)
+    return np.asarray(np.exp(growth + shift))
 
 
 def contention(params: Mapping[str, Any], devices: Array) -> Array:
@@ -120,7 +122,9 @@ def _tier_parts(
         gap = np.maximum(knots[above] - knots[below], TINY)
         part = np.clip((place - knots[below]) / gap, 0.0, 1.0)
         index = np.arange(len(batch))
-        value = value + (1 - part) * columns[below, index] + part * columns[above, index]
+        outside = np.maximum(np.maximum(place - knots[-1], knots[0] - place), 0.0)
+        known = (1 - part) * columns[below, index] + part * columns[above, index]
+        value = value + known * 2.0 ** (-REST_DECAY * outside)
     return value, share
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlflow_tula.predictors import step_time_formulas as formulas
+from mlflow_tula.predictors.compute_curve import isotonic
 from mlflow_tula.predictors.formulas import smooth_maximum
 
 Array = NDArray[np.float64]
@@ -32,8 +33,8 @@ REST_SHARE = 0.5
 SEVERAL = {"ring_weight": 0.5, "latency_weight": 0.5}
 SINGLE = {"ring_weight": 0.25, "latency_weight": 0.0}
 """Growth pools where several levels were measured, and where one level says nothing of growth."""
-LEVEL_SD, BETWEEN_SD, GROWTH_SD = 0.12, 0.2, 0.15
-SINGLE_GROWTH_SD = 0.3
+LEVEL_SD, BETWEEN_SD, GROWTH_SD = 0.1, 0.13, 0.1
+SINGLE_GROWTH_SD = 0.15
 LINK_SD = 0.35
 """Error of a level that only the microbenchmark foretells."""
 GUESS = {"devices": 0.1, "nodes": 0.4}
