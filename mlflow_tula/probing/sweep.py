@@ -21,8 +21,10 @@ from mlflow_tula.table import Measurement, ProfileTable
 
 logger = logging.getLogger(__name__)
 
-REPEAT_SHARE = 0.6
+REPEAT_SHARE = 0.5
 """Disturbed trials are repeated in this first share of the time budget."""
+MAX_VAIN_REPEATS = 2
+"""A machine that stayed busy through so many repeats will not be quiet for the next one."""
 
 
 class Sweep:
@@ -44,6 +46,7 @@ class Sweep:
         self._output = output
         self._began = time.monotonic()
         self._num_done = 0
+        self._vain_repeats = 0
         self._candidates: list[Probe] = []
 
     def __enter__(self) -> Self:
@@ -145,12 +148,8 @@ class Sweep:
             return row
         self._tell("probe_started", probe=probe, reason=self.reason)
         row, details = self._measurer.measure(self.table, probe)
-        if details.get("contended") and self._has_time_to_repeat():
-            self._tell("probe_repeated", probe=probe, measurement=row, details=details)
-            again, details_again = self._measurer.measure(self.table, probe)
-            if again.status == "ok" and (again.step_time_s or 0.0) < (row.step_time_s or 0.0):
-                row, details = again, details_again
-            details["repeated"] = True
+        if details.get("contended") and self._has_time_to_repeat(row):
+            row, details = self._repeat(probe, row, details)
         self._keep(row)
         self._num_done += 1
         self._tell("probe_finished", probe=probe, measurement=row, details=details)
@@ -158,9 +157,24 @@ class Sweep:
             self._measure_links(probe)
         return row
 
-    def _has_time_to_repeat(self) -> bool:
+    def _repeat(
+        self, probe: Probe, row: Measurement, details: dict[str, Any]
+    ) -> tuple[Measurement, dict[str, Any]]:
+        """The faster of a disturbed trial and one more of the same."""
+        assert self.table is not None, "set by run()"
+        self._tell("probe_repeated", probe=probe, measurement=row, details=details)
+        again, details_again = self._measurer.measure(self.table, probe)
+        if details_again.get("contended"):
+            self._vain_repeats += 1
+        if again.status == "ok" and (again.step_time_s or 0.0) < (row.step_time_s or 0.0):
+            row, details = again, details_again
+        return row, details | {"repeated": True}
+
+    def _has_time_to_repeat(self, row: Measurement) -> bool:
         budget = self.request.time_budget_s
-        return budget is None or self.elapsed_s < REPEAT_SHARE * budget
+        if self._vain_repeats >= MAX_VAIN_REPEATS:
+            return False
+        return budget is None or self.elapsed_s + (row.probe_time_s or 0.0) < REPEAT_SHARE * budget
 
     def _measure_links(self, probe: Probe) -> None:
         assert self.table is not None, "set by run()"

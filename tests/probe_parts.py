@@ -1,0 +1,140 @@
+"""Models, data and losses of one's own for the profiler's tests; child processes import them.
+
+Failures are injected here, by batch size and rank, and never by hooks in the package.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+COUNT_FOLDER = "TULA_TEST_COUNTS"
+
+
+def blobs(num: int = 400) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(num) % 4
+    return TensorDataset(torch.randn(num, 8, generator=generator) + labels[:, None], labels)
+
+
+def hundred() -> TensorDataset:
+    return blobs(100)
+
+
+class SlowBlobs(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self) -> None:
+        self._data = blobs(64)
+        self.targets = self._data.tensors[1]
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(0.005)
+        return self._data[index]
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def norm_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+class CountingNet(nn.Module):
+    """Counts its training and evaluation passes in a file for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_net()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out = self.net(inputs)
+        _count("train" if self.training else "evaluate", len(inputs))
+        if self.training:
+            out.register_hook(lambda gradient: _count("backward", len(gradient)))
+        return out
+
+
+class CountingSGD(torch.optim.SGD):
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, lr=0.01, momentum=0.9)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        _count("optimizer", 0)
+
+
+def _count(what: str, size: int) -> None:
+    folder = os.environ.get(COUNT_FOLDER)
+    if folder:
+        with (Path(folder) / f"rank{os.environ['RANK']}.txt").open("a") as file:
+            file.write(f"{what} {size}\n")
+
+
+class FailingNet(nn.Module):
+    """Does `how` on `rank` when a batch of at least `at_batch` samples comes."""
+
+    def __init__(self, how: str, *, rank: int, at_batch: int) -> None:
+        super().__init__()
+        self.net = small_net()
+        self.how, self.rank, self.at_batch = how, rank, at_batch
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) >= self.at_batch and int(os.environ.get("RANK", "0")) == self.rank:
+            if self.how == "raise_oom":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            if self.how == "raise":
+                raise ValueError("wrong shape of moon")
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "hang":
+                time.sleep(3600)
+        return self.net(inputs)
+
+
+def oom_on_rank_1() -> nn.Module:
+    return FailingNet("raise_oom", rank=1, at_batch=16)
+
+
+def killed_on_rank_1() -> nn.Module:
+    return FailingNet("kill", rank=1, at_batch=16)
+
+
+def raises_on_rank_0() -> nn.Module:
+    return FailingNet("raise", rank=0, at_batch=16)
+
+
+def oom_from_4() -> nn.Module:
+    return FailingNet("raise_oom", rank=0, at_batch=4)
+
+
+def always_oom() -> nn.Module:
+    return FailingNet("raise_oom", rank=0, at_batch=1)
+
+
+class GreedyNet(nn.Module):
+    """Allocates 1 MB a sample for real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_net()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        ballast = torch.ones(len(inputs), 250_000)
+        return self.net(inputs) + 0.0 * ballast.mean()
+
+
+def plain_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-3)
