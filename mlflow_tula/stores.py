@@ -53,7 +53,7 @@ def store_errors(action: str) -> Iterator[None]:
     """
     try:
         yield
-    except (TulaError, TimeoutError):
+    except TulaError:
         raise
     except Exception as error:
         if not _is_store_trouble(error):

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mlflow_tula.errors import TulaWarning
+from mlflow_tula.fit import fit
+from mlflow_tula.promotion import errors, judge
+
+pytestmark = pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")
+
+
+def smaller(table, sizes, world=1):
+    rows = tuple(
+        row for row in table.ok if row.local_batch_size in sizes and row.world_size == world
+    )
+    return replace(table, measurements=rows)
+
+
+def test_the_first_version_is_promoted(table, bundle):
+    verdict = judge(bundle, table, None)
+    assert verdict.promoted
+    assert "first version" in verdict.reason
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_equally_good_profile_is_promoted(seed, table, bundle, remeasured):
+    other_table, other = remeasured(seed=seed, noise=0.01)
+    verdict = judge(other, other_table, bundle, table)
+    assert verdict.promoted, verdict.reason
+    assert verdict.step_time_error == pytest.approx(verdict.champion_step_time_error, abs=0.03)
+
+
+def test_the_same_table_again_is_promoted(table, bundle):
+    assert judge(bundle, table, bundle, table).promoted
+
+
+def test_a_noisy_profile_is_not(table, bundle, remeasured):
+    other_table, other = remeasured(seed=3, noise=0.5)
+    verdict = judge(other, other_table, bundle, table, champion_name="version 4")
+    assert not verdict.promoted
+    assert "not promoted" in verdict.reason
+    assert "version 4" in verdict.reason
+
+
+def test_a_profile_of_two_sizes_is_not(table, bundle):
+    few = smaller(table, {8, 256})
+    verdict = judge(fit(few), few, bundle, table)
+    assert not verdict.promoted
+
+
+def test_one_size_cannot_be_checked(table, bundle):
+    one = smaller(table, {32})
+    verdict = judge(fit(one), one, bundle, table)
+    assert not verdict.promoted
+    assert "too few" in verdict.reason
+
+
+def test_a_slower_machine_is_news_and_not_an_error(table, bundle, remeasured):
+    # The champion is 40 % off on the new rows: the world has changed, the new fit is right.
+    other_table, other = remeasured(seed=1, noise=0.01, scale=1.4)
+    verdict = judge(other, other_table, bundle, table)
+    assert verdict.promoted, verdict.reason
+    assert verdict.champion_step_time_error > verdict.step_time_error
+
+
+def test_a_bundle_that_contradicts_its_own_table_is_not(table, bundle, remeasured):
+    _, wrong = remeasured(scale=3.0)
+    broken = replace(wrong, table_digest=table.digest)
+    verdict = judge(broken, table, bundle, table)
+    assert not verdict.promoted
+    assert "on its own table" in verdict.reason
+
+
+def test_memory_once_known_is_not_given_up(table, bundle):
+    verdict = judge(replace(bundle, memory=None), table, bundle, table)
+    assert not verdict.promoted
+    assert "no memory measurements" in verdict.reason
+
+
+def test_without_the_champions_table_the_champion_itself_is_asked(table, bundle, remeasured):
+    other_table, other = remeasured(seed=5, noise=0.01)
+    verdict = judge(other, other_table, bundle, None)
+    assert verdict.champion_step_time_error is not None
+
+
+def test_errors_are_fractions_and_silent_about_what_is_unknown(table, bundle, recwarn):
+    found = errors(bundle, table.ok, "step_time_s")
+    assert len(found) == len(table.ok)
+    assert max(found) < 0.5
+    assert errors(replace(bundle, memory=None), table.ok, "peak_memory_bytes") == []
+    assert not [one for one in recwarn if issubclass(one.category, TulaWarning)]

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import mlflow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from mlflow_tula import stores
+from mlflow_tula.errors import StoreError
+from mlflow_tula.stores import check_store, ensure_experiment, masked, store_errors, store_exists
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql://user:pa55@db/x", "postgresql://***@db/x"),
+        ("postgresql://user:p@ss/w0rd@db:5432/x", "postgresql://***@db:5432/x"),
+        ("cannot open https://me:tok@host:8080/ now", "cannot open https://***@host:8080/ now"),
+        ("mysql://db/x?password=hush&ssl=1", "mysql://db/x?password=***&ssl=1"),
+        ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
+    ],
+)
+def test_secrets_never_reach_a_message(text, shown):
+    assert masked(text) == shown
+
+
+@given(st.text("abcXYZ019:%!-_.", min_size=4, max_size=20))
+def test_any_password_is_masked(password):
+    secret = f"{password}SECRET"
+    assert "SECRET" not in masked(f"mssql+pyodbc://sa:{secret}@server:1433/mlflow is down")
+
+
+def test_a_new_sqlite_store_is_initialised(clean_mlflow):
+    assert not store_exists()
+    assert check_store() == f"sqlite:///{clean_mlflow / 'mlflow.db'}"
+    assert store_exists()
+    assert MlflowClient().search_experiments()
+
+
+def test_looking_into_a_store_that_is_not_there_makes_none(clean_mlflow):
+    check_store(write=False)
+    assert list(clean_mlflow.iterdir()) == []
+
+
+def test_an_old_mlruns_folder_names_the_way_out(clean_mlflow):
+    (clean_mlflow / "mlruns" / "0").mkdir(parents=True)
+    (clean_mlflow / "mlruns" / "0" / "meta.yaml").write_text("artifact_location: x\n")
+    with pytest.raises(StoreError, match="mlflow migrate-filestore --source .* --target sqlite:"):
+        check_store()
+    with pytest.raises(StoreError, match="MLFLOW_TRACKING_URI=sqlite:///mlflow.db"):
+        check_store(write=False)
+
+
+def test_a_file_uri_names_the_way_out_too(clean_mlflow, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{clean_mlflow}/runs")
+    with pytest.raises(StoreError, match="mlflow migrate-filestore"):
+        check_store()
+
+
+@pytest.mark.parametrize("below", ["a_file/mlflow.db", "a_folder"])
+def test_a_store_that_cannot_be_written(below, clean_mlflow, monkeypatch):
+    (clean_mlflow / "a_file").write_text("")
+    (clean_mlflow / "a_folder").mkdir()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{clean_mlflow / below}")
+    with pytest.raises(StoreError, match="cannot be written: .*MLFLOW_TRACKING_URI"):
+        check_store()
+
+
+def test_a_file_that_is_no_database(clean_mlflow, monkeypatch):
+    (clean_mlflow / "notes.db").write_text("dear diary, " * 100)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{clean_mlflow / 'notes.db'}")
+    with pytest.raises(StoreError, match="file is not a database"):
+        check_store()
+
+
+def test_a_store_of_another_mlflow_version_says_how_to_upgrade(store):
+    with closing(sqlite3.connect(store)) as database:
+        database.execute("UPDATE alembic_version SET version_num = 'cfd24bdc0731'")
+        database.commit()
+    with pytest.raises(StoreError, match="out-of-date database schema"):
+        check_store()
+
+
+def test_a_dead_server_fails_at_once_and_keeps_the_password(clean_mlflow, monkeypatch, free_port):
+    uri = f"http://me:hunter2@127.0.0.1:{free_port}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(StoreError, match="connection refused.*mlflow server") as caught:
+        check_store()
+    assert "hunter2" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_accepts_and_says_nothing(clean_mlflow, monkeypatch):
+    monkeypatch.setattr(stores, "_CONNECT_TIMEOUT_S", 0.3)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(StoreError, match=r"no answer within 0\.3 s"):
+            check_store()
+
+
+def test_a_dead_database_fails_at_once(clean_mlflow, monkeypatch, free_port):
+    uri = f"postgresql+psycopg2://me:hunter2@127.0.0.1:{free_port}/mlflow"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(StoreError, match=r"\*\*\*@127.0.0.1.*does not answer") as caught:
+        check_store()
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_registry_elsewhere_is_checked_as_well(store, monkeypatch, free_port):
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", f"http://127.0.0.1:{free_port}")
+    with pytest.raises(StoreError, match="does not answer"):
+        check_store()
+
+
+def test_errors_of_the_store_become_one_line(store):
+    with pytest.raises(StoreError, match=r"cannot count sheep: first line; set MLFLOW") as caught:
+        with store_errors("count sheep"):
+            raise MlflowException("first line\nsecond line")
+    assert isinstance(caught.value.__cause__, MlflowException)
+
+
+def test_errors_of_our_own_code_stay_what_they_are():
+    with pytest.raises(ZeroDivisionError, match="division"), store_errors("divide"):
+        1 / 0  # noqa: B018
+
+
+def test_an_experiment_is_created_once_beside_the_store(store, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    first = ensure_experiment("My work: 1")
+    assert ensure_experiment("My work: 1") == first
+    found = MlflowClient().get_experiment(first)
+    assert Path(found.artifact_location) == store.parent / "mlartifacts" / "my-work-1"
+
+
+def test_a_deleted_experiment_says_how_to_bring_it_back(store):
+    number = ensure_experiment("gone")
+    MlflowClient().delete_experiment(number)
+    with pytest.raises(StoreError, match=f"mlflow experiments restore -x {number}"):
+        ensure_experiment("gone")
+
+
+def test_threads_may_check_at_once(clean_mlflow, store):
+    failures: list[BaseException] = []
+
+    def check():
+        try:
+            check_store()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=check) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+START = """
+import mlflow
+from mlflow_tula.stores import check_store, ensure_experiment
+check_store()
+mlflow.start_run(experiment_id=ensure_experiment("race"))
+mlflow.log_metric("x", 1.0)
+mlflow.end_run()
+"""
+
+
+@pytest.mark.slow
+def test_eight_processes_on_an_empty_folder_all_succeed(clean_mlflow):
+    command = [sys.executable, "-c", START]
+    processes = [
+        subprocess.Popen(command, cwd=clean_mlflow, stderr=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
+    ends = [(process.communicate(timeout=300)[1], process.returncode) for process in processes]
+    assert [code for _, code in ends] == [0] * 8, "\n".join(text[-2000:] for text, _ in ends)
+    mlflow.set_tracking_uri(f"sqlite:///{clean_mlflow / 'mlflow.db'}")
+    assert len(mlflow.search_runs(experiment_names=["race"])) == 8
+
+
+def test_no_stray_files_are_left_beside_the_store(clean_mlflow):
+    check_store()
+    ensure_experiment()
+    assert {path.name for path in clean_mlflow.iterdir()} <= {"mlflow.db", "mlruns"}
+    shutil.rmtree(clean_mlflow / "mlruns", ignore_errors=True)
