@@ -166,22 +166,18 @@ class PartialSearch:
         return None
 
     def _groups(self, answers: Mapping[Probe, str]) -> list[list[Probe]]:
-        """Candidates by layout; what ran out of memory on fewer ranks is not tried on more."""
-        too_large = {
-            (probe.world_size, probe.local_batch_size)
-            for probe, status in answers.items()
-            if status == "oom"
-        }
+        """Candidates by layout, without those behind a wall that are not yet answered."""
+        walls = _walls(answers)
         groups: dict[tuple[int, int, int], list[Probe]] = {}
         bound = self.max_local_batch_size
         for probe in self.candidates:
             groups.setdefault(probe.layout, [])
             within = bound is None or probe.local_batch_size <= bound
-            hopeless = any(
-                size == probe.local_batch_size and world < probe.world_size
-                for world, size in too_large
+            walled = any(
+                world <= probe.world_size and size <= probe.local_batch_size
+                for world, size in walls
             )
-            if probe in answers or (within and not hopeless):
+            if probe in answers or (within and not walled):
                 groups[probe.layout].append(probe)
         kept = [group for group in groups.values() if group]
         if not kept:
@@ -203,15 +199,19 @@ class PartialSearch:
         for number, group in enumerate(self._groups(answers)):
             running = [probe for probe in group if answers.get(probe, "ok") == "ok"]
             unknown = [i for i, probe in enumerate(running) if probe not in answers]
+            if not unknown:
+                continue
             few = number == 0 and len(group) - len(unknown) < self.min_probes
             loss, gains = self._gains(bundle, running, answers)
             open_probes += len(unknown)
             largest_loss = max(largest_loss, loss)
-            if not few and (loss < ENOUGH or self._steady(table, bundle, running)):
+            worths = [max(gains[i], ENOUGH if few else 0.0) for i in unknown]
+            if max(worths) < ENOUGH / 4 or (
+                not few and (loss < ENOUGH or self._steady(table, bundle, running))
+            ):
                 continue
-            for i in unknown:
+            for i, worth in zip(unknown, worths, strict=True):
                 seconds = expected_probe_time_s(table, running[i])
-                worth = max(gains[i], ENOUGH if few else 0.0)
                 if left_s is not None and seconds > left_s:
                     too_long += 1
                 elif worth >= ENOUGH / 4 and (best is None or worth / seconds > best[0]):
@@ -271,10 +271,11 @@ class PartialSearch:
             return diminishing_returns(sizes, np.exp(log_times - log_times.min()))
 
         chosen = decide(centre)
-        inner = [row for row in table.ok if Probe.of(row).layout == group[0].layout]
-        inner = sorted(inner, key=lambda row: row.local_batch_size)[1:-1]
+        # Rows of this layout alone: there are enough of them, and so small a fit is quick.
+        own = tuple(row for row in table.ok if Probe.of(row).layout == group[0].layout)
+        inner = sorted(own, key=lambda row: row.local_batch_size)[1:-1]
         for left_out in inner:
-            rest = tuple(row for row in table.measurements if row is not left_out)
+            rest = tuple(row for row in own if row is not left_out)
             other = decide(self._predict(self._fit(replace(table, measurements=rest)), group)[0])
             if abs(centre[other] - centre[chosen]) > TIE:
                 return False
@@ -343,6 +344,22 @@ def _end(
     goal = (group[last].local_batch_size * options[-1].local_batch_size) ** 0.5
     nearest = min(options, key=lambda p: abs(np.log(p.local_batch_size / goal)))
     return nearest, "halfway up"
+
+
+def _walls(answers: Mapping[Probe, str]) -> list[tuple[int, int]]:
+    """(world size, local batch size) that ran out of memory above all that ran.
+
+    Neither it nor anything larger is worth a probe, on so many ranks or on more. Below the largest
+    size that ran there is no wall: feasibility is a map. Nor is there one before anything ran.
+    """
+    largest = max(
+        (p.local_batch_size for p, status in answers.items() if status == "ok"), default=0
+    )
+    return [
+        (probe.world_size, probe.local_batch_size)
+        for probe, status in answers.items()
+        if status == "oom" and 0 < largest < probe.local_batch_size
+    ]
 
 
 def _only_failures(table: ProfileTable) -> str:
