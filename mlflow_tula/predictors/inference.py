@@ -23,6 +23,7 @@ Array = NDArray[np.float64]
 BATCH_COLUMNS = ("local_batch_size", "global_batch_size")
 OPTIONAL_COLUMNS = ("nodes", "devices_per_node", "accumulation_steps")
 MAX_COUNT = 10**12
+MAX_PRODUCT = 10**15
 
 
 def predict_frame(
@@ -64,26 +65,19 @@ def predict_frame(
         ValueError: a question that cannot be asked, in one line.
     """
     _check_number("level", level, above=0.0, below=1.0)
-    for name, number in (
-        ("memory_limit_bytes", memory_limit_bytes),
-        ("dataset_size", dataset_size),
-        ("epochs", epochs),
-        ("inter_node_bandwidth_bytes_per_s", inter_node_bandwidth_bytes_per_s),
-    ):
-        if number is not None:
-            _check_number(name, number, above=0.0)
-    for name, number in (
-        ("usd_per_device_hour", usd_per_device_hour),
-        ("usd_per_gb_hour", usd_per_gb_hour),
-        ("inter_node_latency_s", inter_node_latency_s),
-    ):
-        if number is not None:
-            _check_number(name, number, above=-1e-300)
-    out = _configurations(frame)
-    local, nodes, devices, accumulation = (
-        out[name].to_numpy(float) for name in ("local_batch_size", *OPTIONAL_COLUMNS)
+    positive = {
+        "memory_limit_bytes": memory_limit_bytes,
+        "dataset_size": dataset_size,
+        "epochs": epochs,
+        "inter_node_bandwidth_bytes_per_s": inter_node_bandwidth_bytes_per_s,
+    }
+    prices = {"usd_per_device_hour": usd_per_device_hour, "usd_per_gb_hour": usd_per_gb_hour}
+    _check_options(positive, {**prices, "inter_node_latency_s": inter_node_latency_s})
+    asked = _configurations(frame)
+    local, nodes, devices, accumulation, samples = (
+        asked[name].astype(float)
+        for name in ("local_batch_size", *OPTIONAL_COLUMNS, "global_batch_size")
     )
-    world = nodes * devices
     step = step_time_formulas.step_time(
         bundle["step_time"],
         local,
@@ -94,51 +88,59 @@ def predict_frame(
         bandwidth_bytes_per_s=inter_node_bandwidth_bytes_per_s,
         latency_s=inter_node_latency_s,
     )
-    _put(out, "step_time_s", step)
-    memory = _memory(bundle, local, world, level)
-    _put(out, "peak_memory_bytes", memory)
-    samples = out["global_batch_size"].to_numpy(float)
-    _put(out, "throughput", (samples / step[0], samples / step[2], samples / step[1]))
+    memory = _memory(bundle, local, nodes * devices, level)
     workload = bundle["workload"]
     size = int(dataset_size or workload["dataset_size"])
     steps = formulas.steps_per_epoch(size, samples, bool(workload.get("drop_last", True)))
     epoch = (steps * step[0], steps * step[1], steps * step[2])
-    _put(out, "epoch_time_s", epoch)
     reach = _convergence(bundle, samples, level)
-    _put(out, "epochs_to_target", reach[:3])
     target = formulas.product_interval(epoch, reach[:3])
-    _put(out, "time_to_target_s", target)
-    prices = {"usd_per_device_hour": usd_per_device_hour, "usd_per_gb_hour": usd_per_gb_hour}
-    out["cost_usd"] = formulas.dollars(epoch[0] * (epochs or 1.0), world, memory[0], **prices)
-    out["cost_to_target_usd"] = formulas.dollars(target[0], world, memory[0], **prices)
-    out["extrapolated"] = step_time_formulas.is_extrapolated(
-        bundle["step_time"], local, nodes, devices
-    )
-    out["fits"], out["fits_reason"] = _fits(bundle, out, memory_limit_bytes, size)
-    out["may_not_reach_target"] = reach[3]
-    return out
+    fits, reason = _fits(bundle, asked, memory_limit_bytes, size)
+    world = nodes * devices
+    columns: dict[str, Any] = {
+        **asked,
+        **_three("step_time_s", step),
+        **_three("peak_memory_bytes", memory),
+        **_three("throughput", (samples / step[0], samples / step[2], samples / step[1])),
+        **_three("epoch_time_s", epoch),
+        **_three("epochs_to_target", reach[:3]),
+        **_three("time_to_target_s", target),
+        "cost_usd": formulas.dollars(epoch[0] * (epochs or 1.0), world, memory[0], **prices),
+        "cost_to_target_usd": formulas.dollars(target[0], world, memory[0], **prices),
+        "extrapolated": step_time_formulas.is_extrapolated(
+            bundle["step_time"], local, nodes, devices
+        ),
+        "fits": fits,
+        "fits_reason": reason,
+        "may_not_reach_target": reach[3],
+    }
+    return pd.DataFrame(columns, index=frame.index)
 
 
-def _put(out: pd.DataFrame, name: str, parts: tuple[Array, ...]) -> None:
-    """Three columns of one quantity."""
-    out[name], out[f"{name}_lower"], out[f"{name}_upper"] = parts
+def _three(name: str, parts: tuple[Array, Array, Array]) -> dict[str, Array]:
+    """The three columns of one quantity."""
+    return dict(zip((name, f"{name}_lower", f"{name}_upper"), parts, strict=True))
 
 
-def _check_number(
-    name: str, value: Any, *, above: float = -math.inf, below: float = math.inf
-) -> None:
+def _check_options(positive: Mapping[str, Any], not_negative: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first option that was given and is no such number."""
+    for name, number in positive.items():
+        if number is not None:
+            _check_number(name, number, above=0.0)
+    for name, number in not_negative.items():
+        if number is not None and number != 0:
+            _check_number(name, number, above=0.0)
+
+
+def _check_number(name: str, value: Any, *, above: float, below: float = math.inf) -> None:
     """Raise ValueError unless `value` is a number strictly between the bounds."""
     number = isinstance(value, (int, float, np.integer, np.floating))
     if not number or isinstance(value, bool) or not above < value < below:
-        rule = (
-            f"above {max(above, 0.0):g}"
-            if below == math.inf
-            else f"between {above:g} and {below:g}"
-        )
+        rule = f"above {above:g}" if below == math.inf else f"between {above:g} and {below:g}"
         raise ValueError(f"{name} must be a finite number {rule}, not {value!r}")
 
 
-def _configurations(frame: pd.DataFrame) -> pd.DataFrame:
+def _configurations(frame: pd.DataFrame) -> dict[str, NDArray[np.int64]]:
     """The checked configuration columns of every row, both batch sizes filled in."""
     if not isinstance(frame, pd.DataFrame):
         raise ValueError(f"predict needs a pandas DataFrame, not {type(frame).__name__}")
@@ -155,8 +157,15 @@ def _configurations(frame: pd.DataFrame) -> pd.DataFrame:
         if name not in known and near:
             raise ValueError(f"column {name!r} is unknown: did you mean {near[0]!r}?")
     counts = {name: _count_column(frame, name) for name in OPTIONAL_COLUMNS}
-    parts = counts["nodes"] * counts["devices_per_node"] * counts["accumulation_steps"]
     asked = _count_column(frame, given[0])
+    most = asked.astype(float)
+    for count in counts.values():
+        most = most * count
+    if (most > MAX_PRODUCT).any():
+        raise ValueError(
+            f"a row asks for {most.max():.3g} samples at once; at most {MAX_PRODUCT:g}"
+        )
+    parts = counts["nodes"] * counts["devices_per_node"] * counts["accumulation_steps"]
     if given[0] == "local_batch_size":
         local, samples = asked, asked * parts
     else:
@@ -164,9 +173,7 @@ def _configurations(frame: pd.DataFrame) -> pd.DataFrame:
         wrong = np.flatnonzero(local * parts != samples)
         if len(wrong):
             raise ValueError(_indivisible(int(asked[wrong[0]]), int(parts[wrong[0]])))
-    return pd.DataFrame(
-        {"local_batch_size": local, "global_batch_size": samples, **counts}, index=frame.index
-    )
+    return {"local_batch_size": local, "global_batch_size": samples, **counts}
 
 
 def _count_column(frame: pd.DataFrame, name: str) -> NDArray[np.int64]:
@@ -222,16 +229,21 @@ def _convergence(
 
 
 def _fits(
-    bundle: Mapping[str, Any], out: pd.DataFrame, limit: float | None, dataset_size: int
+    bundle: Mapping[str, Any],
+    asked: Mapping[str, NDArray[np.int64]],
+    limit: float | None,
+    dataset_size: int,
 ) -> tuple[NDArray[np.bool_], NDArray[np.object_]]:
     """Whether each row runs within the limit, and why; never more samples than there are."""
-    local, devices = out["local_batch_size"].to_numpy(float), out["devices_per_node"].to_numpy()
-    world = (out["nodes"] * out["devices_per_node"]).to_numpy()
+    local, devices = (
+        asked[name].astype(float) for name in ("local_batch_size", "devices_per_node")
+    )
+    world = asked["nodes"] * devices
     if bundle.get("memory") is None:
         fits = np.zeros(local.shape, bool)
         reason = np.full(local.shape, "this bundle has no memory predictor", object)
     else:
         fits, reason = memory_formulas.feasible(bundle["memory"], local, world, limit, devices)
-    too_many = out["global_batch_size"].to_numpy() > dataset_size
+    too_many = asked["global_batch_size"] > dataset_size
     reason[too_many] = "larger than the dataset"
     return fits & ~too_many, reason

@@ -40,7 +40,7 @@ and the degrees of freedom of Student's t that their tails ask for."""
 SCALE_ROWS = 6.0
 LEAST_SCALE, MOST_SCALE = 0.85, 4.0
 """Left-out rows scale the interval; the public tables count as this many of them."""
-MAX_LEFT_OUT = 24
+MAX_LEFT_OUT = 20
 TIERS: tuple[tuple[sync_level.Counts, str], ...] = (
     ("devices", "intra_node"),
     ("nodes", "inter_node"),

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlflow_tula.predictors import step_time_formulas as formulas
-from mlflow_tula.predictors.compute_curve import isotonic
 from mlflow_tula.predictors.formulas import smooth_maximum
 
 Array = NDArray[np.float64]
@@ -22,7 +21,7 @@ Counts = Literal["nodes", "devices"]
 
 POWERS = (1.0, 2.0, 4.0)
 """Overlap: 1 hides nothing (gloo with a rank per core), 4 is nearly the maximum of the two."""
-CONTENTION = (0.0, 0.03, 0.06, 0.12, 0.25)
+CONTENTION = (0.0, 0.04, 0.1, 0.25)
 """Slower compute per doubling of a node's busy devices; each step back is a little less likely."""
 CONTENTION_PRIOR = 0.1
 MISFIT_SD, MISFIT_ROWS, HUBER = 0.05, 2.0, 0.15
@@ -154,10 +153,10 @@ def _fit_power(
     def losses(sync: Array) -> Array:
         return np.asarray(member @ (rows.weights[:, None] * _huber(residuals(sync))))
 
-    grid = np.geomspace(1e-4 * rows.times.min(), 10.0 * rows.times.max(), 240)
+    grid = np.geomspace(1e-4 * rows.times.min(), 10.0 * rows.times.max(), 120)
     coarse = grid[losses(np.broadcast_to(grid, (len(which), len(grid)))).argmin(axis=1)]
     step = grid[1] / grid[0]
-    fine = coarse[:, None] * np.geomspace(1.0 / step, step, 25)[None, :]
+    fine = coarse[:, None] * np.geomspace(1.0 / step, step, 31)[None, :]
     loss = losses(fine[which])
     found = np.log(fine[np.arange(len(fine)), loss.argmin(axis=1)])
     growths = (member @ growth) / member.sum(axis=1)
