@@ -43,6 +43,8 @@ _LOOK_ALIKE = re.compile(
     r"|out\s+of\s+(?:bounds|range|shared\s+memory\s+slots)",
     re.IGNORECASE,
 )
+_ERROR_LINE = re.compile(r"error\b|exception\b|no module named|terminate called", re.IGNORECASE)
+_LAUNCHER = re.compile(r"elastic|^[EWI]\d{4} |^\[?rank\d|exitcode|traceback", re.IGNORECASE)
 _MAX_REASON = 300
 
 
@@ -133,8 +135,8 @@ class RankFailure(Spec):
                 message=f"killed by {name}{guess}",
                 exit_code=exit_code,
             )
-        last = [line.strip() for line in log_tail.splitlines() if line.strip()]
-        words = f": {one_line(last[-1])}" if last else ""
+        last = _last_error(log_tail)
+        words = f": {one_line(last)}" if last else ""
         return cls(
             rank=rank,
             status="oom" if is_out_of_memory(log_tail) else "failed",
@@ -142,6 +144,13 @@ class RankFailure(Spec):
             message=f"ended with exit code {exit_code}{words}",
             exit_code=exit_code,
         )
+
+
+def _last_error(log_tail: str) -> str:
+    """The last line of a log that reads like an error of the program, not of its launcher."""
+    lines = [line.strip() for line in log_tail.splitlines() if line.strip()]
+    wordy = [line for line in lines if _ERROR_LINE.search(line) and not _LAUNCHER.search(line)]
+    return wordy[-1] if wordy else ""
 
 
 def root_cause(failures: list[RankFailure]) -> RankFailure:

@@ -154,7 +154,7 @@ class RankGroup:
         exits = self._read_json("exits.json") or {}
         tail = self.log_tail()
         silent = [
-            RankFailure.from_exit(int(rank), int(code))
+            RankFailure.from_exit(int(rank), int(code), tail)
             for rank, code in exits.items()
             if all(failure.rank != int(rank) for failure in told)
         ]

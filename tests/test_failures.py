@@ -83,8 +83,10 @@ def test_an_exit_code_tells_what_it_can() -> None:
     assert killed.reason.startswith("rank 1: killed by SIGKILL, probably by the kernel")
     crashed = RankFailure.from_exit(0, -11)
     assert (crashed.status, crashed.kind) == ("failed", "SIGSEGV")
-    ended = RankFailure.from_exit(None, 3, "something\nlast words\n\n")
-    assert ended.reason == "ended with exit code 3: last words"
+    ended = RankFailure.from_exit(None, 3, "KeyError: last words\nE1130 elastic failed\n\n")
+    assert ended.reason == "ended with exit code 3: KeyError: last words"
+    assert RankFailure.from_exit(None, 3, "all is well").reason == "ended with exit code 3"
+    assert RankFailure.from_exit(0, -6, "what():  std::bad_alloc").status == "oom"
     assert RankFailure.from_exit(0, 1, "std::bad_alloc").status == "oom"
     assert RankFailure.from_exit(0, -77).kind == "signal 77"
 
