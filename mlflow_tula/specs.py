@@ -238,7 +238,7 @@ class Workload(Spec):
     @property
     def slug(self) -> str:
         """`<model>.<dataset>`, with everything that is not a default appended to the dataset."""
-        extras = [self.precision] if self.precision != "fp32" else []
+        extras: list[str] = [self.precision] if self.precision != "fp32" else []
         extras += [slugify(self.optimizer)] if self.optimizer != "sgd" else []
         extras += [self.strategy] if self.strategy != "ddp" else []
         extras += [slugify(self.variant)] if self.variant else []

@@ -1,0 +1,54 @@
+# make check test: what to run before each commit. VENV=path takes another environment.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.tula-dev-ready
+DATA ?= data
+
+export MLFLOW_DISABLE_TELEMETRY := true
+export DO_NOT_TRACK := true
+
+.PHONY: help env fix check docs test test-slow test-all bench accuracy clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $@
+
+env: $(READY)  ## make or reuse the environment with the dev extras
+
+fix: $(READY)  ## format, and mend what ruff can mend
+	$(BIN)/ruff check --fix mlflow_tula tests benchmarks examples docs
+	$(BIN)/ruff format mlflow_tula tests benchmarks examples docs
+
+check: $(READY)  ## ruff, mypy strict, import contracts, generated files
+	$(BIN)/ruff check mlflow_tula tests benchmarks examples docs
+	$(BIN)/ruff format --check mlflow_tula tests benchmarks examples docs
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+
+docs: $(READY)  ## docs/cli.md and MLproject from the command line's own help
+	$(BIN)/python docs/generate.py
+
+test: $(READY)  ## the fast tests, under 6 minutes
+	$(BIN)/python -m pytest -m 'not slow and not long'
+
+test-slow: $(READY)  ## several processes, real training, real `mlflow run`
+	$(BIN)/python -m pytest -m 'slow and not long'
+
+test-all: $(READY)  ## every test, those longer than CI allows as well
+	$(BIN)/python -m pytest
+
+bench: $(READY)  ## held-out step times on this machine, and what each stage costs
+	$(BIN)/python benchmarks/held_out.py
+	$(BIN)/python benchmarks/speed.py
+
+accuracy: $(READY)  ## DATA=folder of CSVs: predictors against published measurements
+	$(BIN)/python benchmarks/accuracy.py --data $(DATA) --markdown docs/accuracy-tables.md
+
+clean:  ## caches and build outputs, never the environment or the store
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

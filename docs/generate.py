@@ -1,0 +1,126 @@
+"""Write what follows from the command line and pyproject.toml: docs/cli.md, MLproject, conda.yaml.
+
+python docs/generate.py            write them
+python docs/generate.py --check    exit 1 and name the file that is out of date
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from mlflow_tula.cli import COMMANDS, tula
+
+ROOT = Path(__file__).resolve().parent.parent
+ENTRY_POINTS = ("main", "profile", "fit", "register", "recommend", "train")
+
+MLPROJECT_HEAD = """\
+# Made by `make docs` from the command line's options: change those, not this file.
+name: mlflow_tula
+
+# Runs every entry point in the environment that `mlflow run` was started in. The key sets MLflow's
+# environment type to none, and nothing else (docs/decisions.md, 1).
+databricks_spark_job: {}
+
+entry_points:
+"""
+
+CONDA_HEAD = """\
+# Made by `make docs` from pyproject.toml. For those who want a conda environment:
+#   conda env create -f conda.yaml && conda activate mlflow-tula
+# `mlflow run .` uses whatever environment it is started in.
+name: mlflow-tula
+channels:
+  - conda-forge
+dependencies:
+  - python>=3.11
+  - pip
+  - pip:
+"""
+
+
+def command_of(name: str) -> tuple[click.Command, click.Context]:
+    """A command and a context that knows its full name."""
+    context = click.Context(tula, info_name="tula")
+    command = tula.get_command(context, name)
+    assert command is not None
+    return command, click.Context(command, info_name=name, parent=context)
+
+
+def options_of(command: click.Command) -> Iterator[click.Option]:
+    """The options a project can set; `--json` and `--help` are for people at a shell."""
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and parameter.name != "as_json":
+            yield parameter
+
+
+def mlproject() -> str:
+    """MLproject with one entry point a command, every option a parameter of the same default."""
+    lines = [MLPROJECT_HEAD]
+    for name in ENTRY_POINTS:
+        command, _ = command_of(name)
+        lines.append(f"  {name}:\n    parameters:\n")
+        call = [f"python -m mlflow_tula {name}"]
+        for parameter in options_of(command):
+            lines.append(
+                f'      {parameter.name}: {{type: string, default: "{parameter.default}"}}\n'
+            )
+            call.append(f"{parameter.opts[0]} {{{parameter.name}}}")
+        lines.append("    command: >-\n" + "".join(f"      {part}\n" for part in call) + "\n")
+    return "".join(lines).rstrip() + "\n"
+
+
+def conda() -> str:
+    """conda.yaml with the ranges of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return (
+        CONDA_HEAD
+        + "".join(f'    - "{line}"\n' for line in project["dependencies"])
+        + "    - -e .\n"
+    )
+
+
+def cli_reference() -> str:
+    """docs/cli.md: every command with its options, as its own `--help` prints them."""
+    lines = [
+        "# Commands\n\nMade by `make docs`. `tula COMMAND --help` prints the same. Exit codes: 0 "
+        "done, 1 the work failed (what was measured is kept), 2 the request was wrong (nothing "
+        "was started), 130 Ctrl-C.\n"
+    ]
+    for name in COMMANDS:
+        command, context = command_of(name)
+        lines.append(f"\n## tula {name}\n\n```text\n{help_of(command, context)}\n```\n")
+    return "".join(lines)
+
+
+def help_of(command: click.Command, context: click.Context) -> str:
+    """The help text at a fixed width."""
+    context.terminal_width = context.max_content_width = 100
+    return command.get_help(context)
+
+
+FILES = {"MLproject": mlproject, "conda.yaml": conda, "docs/cli.md": cli_reference}
+
+
+def main() -> int:
+    """Write the files, or compare them."""
+    stale = []
+    for name, make in FILES.items():
+        path, text = ROOT / name, make()
+        if path.exists() and path.read_text() == text:
+            continue
+        stale.append(name)
+        if "--check" not in sys.argv:
+            path.write_text(text)
+    if "--check" in sys.argv and stale:
+        sys.stderr.write(f"out of date: {', '.join(stale)}; run `make docs`\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The stages that commands are made of: each reads one dataclass, writes the next.
+
+`tula main` runs them one after the other; the other commands run one each, and leave their result
+as JSON in the workload's folder, where the next finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlflow_tula.cli import options
+from mlflow_tula.errors import InvalidInputError, NotRegisteredError
+from mlflow_tula.files import read_json, write_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mlflow_tula.predictors.bundle import PredictorBundle
+    from mlflow_tula.recommend import Recommendation
+    from mlflow_tula.specs import HardwareSpec
+    from mlflow_tula.table import ProfileTable
+    from mlflow_tula.workloads.job import Job
+
+TABLE_FILE, BUNDLE_FILE, CHOICE_FILE = "table.json", "bundle.json", "recommendation.json"
+PARTIAL_FILE = "table.partial.json"
+
+Values = Mapping[str, Any]
+
+
+def read_table(path: Path) -> ProfileTable:
+    """A profile table from its file."""
+    from mlflow_tula.table import ProfileTable
+
+    return ProfileTable.from_dict(read_json(path, made_by="tula profile"))
+
+
+def read_bundle(path: Path) -> PredictorBundle:
+    """A predictor bundle from its file."""
+    from mlflow_tula.predictors.bundle import PredictorBundle
+
+    return PredictorBundle.from_dict(read_json(path, made_by="tula fit"))
+
+
+def read_convergence(path: str | None) -> pd.DataFrame | None:
+    """The convergence data of `--convergence`, or None."""
+    import pandas as pd
+
+    if path is None:
+        return None
+    try:
+        return pd.read_csv(path, skipinitialspace=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise InvalidInputError(f"cannot read --convergence {path} as CSV: {reason}") from error
+
+
+def fit_table(table: ProfileTable, convergence: str | None, folder: Path) -> PredictorBundle:
+    """Fit, and keep the bundle in the workload's folder."""
+    from mlflow_tula.fit import fit
+
+    bundle = fit(table, convergence=read_convergence(convergence))
+    write_json(folder / BUNDLE_FILE, bundle.to_dict())
+    return bundle
+
+
+def find_bundle(values: Values) -> tuple[PredictorBundle, str]:
+    """The bundle to ask, and where it came from: a file, or the registry for this hardware."""
+    if values["bundle"] is not None:
+        return read_bundle(Path(values["bundle"])), values["bundle"]
+    from mlflow_tula import registry
+
+    job = options.make_job(values)
+    options.use_store(values, write=False)
+    wanted = values["hardware"]
+    if wanted is None:
+        found = registry.resolve(
+            job.workload_slug, options.detect_hardware(values["device"]), alias=values["alias"]
+        )
+    else:
+        matches = [
+            one
+            for one in registry.find(job.workload_slug)
+            if wanted in (one.hardware_slug, one.fingerprint)
+        ]
+        if not matches:
+            known = ", ".join(one.hardware_slug for one in registry.find(job.workload_slug))
+            raise NotRegisteredError(
+                f"nothing is registered for {job.workload_slug} on hardware {wanted!r}; "
+                f"registered: {known or 'nothing for this workload'}"
+            )
+        found = matches[0]
+    bundle = registry.load(found.name, alias=values["alias"])
+    return bundle, f"models:/{found.name}@{values['alias']} (version {found.version})"
+
+
+def make_recommendation(bundle: PredictorBundle, values: Values) -> Recommendation:
+    """The decision that the options ask for."""
+    from mlflow_tula.recommend import recommend
+
+    return recommend(
+        bundle,
+        cluster=options.make_clusters(values, bundle.hardware),
+        candidates=values["candidates"],
+        objective=values["objective"],
+        epochs=values["epochs"],
+        deadline_s=values["deadline"],
+        budget_usd=values["budget"],
+        memory_limit_bytes=values["memory_limit"],
+        pricing=options.make_pricing(values),
+        current_global_batch_size=values["current_batch_size"],
+    )
+
+
+def check_decision(values: Values, hardware: HardwareSpec, *, has_convergence: bool) -> None:
+    """Refuse before any work what `recommend` would refuse after minutes of profiling."""
+    from mlflow_tula.recommend import Objective
+    from mlflow_tula.specs import check_choice
+
+    objective = values["objective"]
+    check_choice("objective", objective, Objective)
+    options.make_clusters(values, hardware)
+    if objective.endswith("_to_target") and not has_convergence:
+        raise InvalidInputError(
+            f"objective {objective} needs convergence data: give --convergence a CSV with the "
+            "columns global_batch_size and epochs_to_target, or choose knee, min_time or min_cost"
+        )
+    priced = options.make_pricing(values) is not None
+    if (objective.startswith("min_cost") or values["budget"] is not None) and not priced:
+        raise InvalidInputError(
+            f"{'--budget' if values['budget'] is not None else 'objective ' + objective} needs a "
+            "price: give --price-per-device-hour or --price-per-gb-hour"
+        )
+    limited = values["deadline"] is not None or values["budget"] is not None
+    if limited and values["epochs"] is None and not objective.endswith("_to_target"):
+        raise InvalidInputError("--deadline and --budget need the length of the run: give --epochs")
+
+
+def file_of(values: Values, option: str, name: str, job: Job) -> Path:
+    """The file that `--<option>` names, else `name` in this workload's folder."""
+    if values[option] is not None:
+        return Path(values[option])
+    hardware = options.detect_hardware(values["device"])
+    return options.workload_folder(values, job, hardware) / name

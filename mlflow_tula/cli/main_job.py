@@ -1,0 +1,66 @@
+"""`tula main`: profile, fit, register and recommend in one go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from mlflow_tula.cli import options
+from mlflow_tula.cli.fit import convergence_option
+from mlflow_tula.cli.profile import resume_option
+from mlflow_tula.cli.render import (
+    print_json,
+    print_measurements,
+    print_recommendation,
+    print_report,
+)
+
+
+@click.command("main")
+@options.name_options
+@options.data_options
+@options.optimizer_options
+@options.sweep_options
+@options.decision_options
+@options.memory_option
+@convergence_option
+@resume_option
+@options.output_option
+@options.device_option
+@options.store_options
+@options.json_option
+def command(as_json: bool, **values: Any) -> None:
+    r"""Profile a job, fit its predictors, register them and recommend a batch size.
+
+    \b
+    tula main --model vgg11
+    mlflow run . -P model=vgg11        the same, as an MLflow project
+    """
+    from mlflow_tula.cli.flow import check_decision, fit_table, read_convergence
+    from mlflow_tula.cli.sweep import profile_run
+
+    read_convergence(values["convergence"])
+    hardware = options.detect_hardware(values["device"])
+    check_decision(values, hardware, has_convergence=values["convergence"] is not None)
+    with profile_run("main", values) as sweep:
+        table = sweep.measure()
+        if not as_json:
+            print_measurements(table)
+        bundle = fit_table(table, values["convergence"], sweep.folder)
+        registered = sweep.register(bundle, table)
+        choice = sweep.decide(bundle, table, registered)
+    if as_json:
+        document = {"run_id": sweep.run.run_id, "registered": registered.to_dict()}
+        print_json({**document, "report": bundle.report.to_dict(), **choice.to_dict()})
+        return
+    click.echo()
+    print_report(bundle.report)
+    click.echo()
+    print_recommendation(choice)
+    click.echo()
+    click.echo(f"registered {registered.name} version {registered.version}: {registered.reason}")
+    click.echo(
+        f"ask again   tula recommend --model {values['model']} --dataset {values['dataset']}"
+    )
+    click.echo("look        mlflow ui")

@@ -1,0 +1,44 @@
+"""`tula register`: a fitted bundle becomes a version in MLflow's registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from mlflow_tula.cli import options
+from mlflow_tula.cli.fit import table_option
+from mlflow_tula.cli.options import option
+from mlflow_tula.cli.render import print_json
+from mlflow_tula.cli.types import OpenText
+
+
+@click.command("register")
+@options.name_options
+@table_option
+@option(
+    "--bundle",
+    OpenText("auto"),
+    "auto",
+    "Fitted bundle (JSON); auto: this workload's last one in --output-dir.",
+)
+@options.output_option
+@options.device_option
+@options.store_options
+@options.json_option
+def command(as_json: bool, **values: Any) -> None:
+    """Register a fitted bundle; it becomes champion if it is no worse than the present one."""
+    from mlflow_tula.cli.flow import BUNDLE_FILE, TABLE_FILE, file_of, read_bundle, read_table
+
+    job = options.make_job(values)
+    bundle = read_bundle(file_of(values, "bundle", BUNDLE_FILE, job))
+    table = read_table(file_of(values, "table", TABLE_FILE, job))
+    options.use_store(values, write=True)
+    from mlflow_tula import registry
+
+    done = registry.register(bundle, table=table, experiment=values["experiment"])
+    if as_json:
+        print_json(done.to_dict())
+        return
+    click.echo(f"registered {done.name} version {done.version}: {done.reason}")
+    click.echo(f"load it with mlflow.pyfunc.load_model({done.uri!r})")

@@ -1,0 +1,163 @@
+"""`tula train`: train with the recommended batch size, or with your own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlflow_tula.cli import options
+from mlflow_tula.cli.options import option
+from mlflow_tula.cli.render import note, print_json, seconds
+from mlflow_tula.cli.types import OpenText, count, duration, real, switch
+
+if TYPE_CHECKING:
+    from mlflow_tula.specs import HardwareSpec
+    from mlflow_tula.training.facts import BatchPlan, TrainResult
+    from mlflow_tula.workloads.job import Job
+
+
+@click.command("train")
+@options.name_options
+@options.data_options
+@options.optimizer_options
+@option(
+    "--batch-size",
+    count("128", open_word="auto"),
+    "auto",
+    "Global batch size; auto: what `tula recommend` says.",
+)
+@option(
+    "--devices",
+    count("2", open_word="auto"),
+    "auto",
+    "Devices to train on; auto: the recommendation's, or 1 with a --batch-size of your own.",
+)
+@option("--accumulation-steps", count("1"), "1", "Passes per optimizer step of your --batch-size.")
+@option("--train-epochs", count("10"), "10", "Epochs to train.")
+@option(
+    "--target-accuracy",
+    real("0.95", open_word="none"),
+    "none",
+    "Stop at this test accuracy, 0 to 1.",
+)
+@option(
+    "--time-limit",
+    duration("1h", open_word="none"),
+    "none",
+    "Stop, with a checkpoint, after so long (s, m or h).",
+)
+@switch("--resume", default=True, text="Go on from the checkpoint in --output-dir.")
+@options.decision_options
+@options.memory_option
+@option("--hardware", OpenText("auto"), "auto", "Hardware slug to ask for; auto: this machine.")
+@option("--alias", str, "champion", "Alias of the registered version to ask.")
+@option("--bundle", OpenText("none"), "none", "A bundle.json to ask instead of the registry.")
+@options.output_option
+@options.device_option
+@options.store_options
+@options.json_option
+def command(as_json: bool, **values: Any) -> None:
+    r"""Train with the recommended batch size, log to MLflow, checkpoint and resume.
+
+    \b
+    tula train --model resnet18 --train-epochs 10
+    tula train --model resnet18 --batch-size 256 --devices 2
+    """
+    job = options.make_job(values)
+    hardware = options.detect_hardware(values["device"])
+    options.use_store(values, write=True)
+    folder = options.workload_folder(values, job, hardware) / "training"
+    plan = make_plan(values, job, hardware, folder)
+    result = run_training(job, plan, hardware, values, folder)
+    if as_json:
+        print_json(result.to_dict())
+        return
+    click.echo(
+        f"test accuracy {result.test_accuracy:.1%} (best {result.best_test_accuracy:.1%}), train "
+        f"loss {result.train_loss:.4g} after {result.epochs} epochs, {result.samples:,} samples, "
+        f"{seconds(result.wall_time_s)}, {seconds(result.step_time_s)} a step"
+    )
+
+
+def make_plan(values: dict[str, Any], job: Job, hardware: HardwareSpec, folder: Path) -> BatchPlan:
+    """The decision: that of the checkpoint to resume, your own, or the recommendation."""
+    from mlflow_tula.cli.flow import find_bundle, make_recommendation
+    from mlflow_tula.errors import InvalidInputError
+    from mlflow_tula.train import saved_plan
+    from mlflow_tula.training.facts import BatchPlan
+
+    own, devices = values["batch_size"], values["devices"]
+    if devices is not None and devices > hardware.devices_per_node:
+        raise InvalidInputError(
+            f"devices must be at most {hardware.devices_per_node}, what this machine has, "
+            f"not {devices}"
+        )
+    if own is not None:
+        from mlflow_tula.workloads.describe import describe
+
+        return BatchPlan.of(
+            own,
+            devices_per_node=devices or 1,
+            accumulation_steps=values["accumulation_steps"],
+            dataset_size=describe(job).dataset_size,
+        )
+    saved = saved_plan(folder) if values["resume"] else None
+    if saved is not None:
+        note(f"resuming with the decision of the checkpoint: batch {saved.global_batch_size}")
+        return saved
+    if devices is not None:
+        values = {**values, "devices_per_node": (devices,)}
+    bundle, source = find_bundle(values)
+    choice = make_recommendation(bundle, values)
+    note(f"{choice.headline} ({source})")
+    return BatchPlan(
+        global_batch_size=choice.global_batch_size,
+        local_batch_size=choice.local_batch_size,
+        accumulation_steps=choice.accumulation_steps,
+        nodes=choice.nodes,
+        devices_per_node=choice.devices_per_node,
+        source=source,
+    )
+
+
+def run_training(
+    job: Job, plan: BatchPlan, hardware: HardwareSpec, values: dict[str, Any], folder: Path
+) -> TrainResult:
+    """Train inside an MLflow run; only this process writes to MLflow, never a rank."""
+    from mlflow_tula.cli.progress import TrainProgress
+    from mlflow_tula.tracking import log_workload, start_run
+    from mlflow_tula.train import Limits, train
+    from mlflow_tula.training_log import TrainingLogger
+    from mlflow_tula.workloads.describe import describe
+
+    workload = describe(job)
+    limits = Limits(target_accuracy=values["target_accuracy"], time_limit_s=values["time_limit"])
+    name = f"train {job.workload_slug} batch {plan.global_batch_size}"
+    with start_run(name, command="train", experiment=values["experiment"]) as run:
+        log_workload(run, workload, hardware, {**plan.to_dict(), "epochs": values["train_epochs"]})
+        with TrainingLogger(run) as logger, TrainProgress(logger) as progress:
+            result = train(
+                job,
+                plan,
+                epochs=values["train_epochs"],
+                output_dir=folder,
+                resume=values["resume"],
+                limits=limits,
+                on_event=progress,
+            )
+        run.metrics(
+            {
+                f"final/{key}": value
+                for key, value in result.to_dict().items()
+                if isinstance(value, int | float)
+            }
+        )
+        run.describe(
+            f"**Test accuracy {result.test_accuracy:.1%}** with global batch size "
+            f"{plan.global_batch_size} ({plan.local_batch_size} local x "
+            f"{plan.accumulation_steps} accumulation x {plan.world_size} ranks; {plan.source}), "
+            f"{result.epochs} epochs, {result.samples:,} samples, {result.wall_time_s:.0f} s."
+        )
+    return result

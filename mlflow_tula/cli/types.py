@@ -1,0 +1,158 @@
+"""Click parameter types: numbers with units, lists, and words that mean "let the machine tell".
+
+MLproject parameters cannot be empty (MLflow shows an empty default as `''`), so options that may
+stay open take the word `auto` (the machine finds it) or `none` (not used); both become None.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+_BYTE_UNITS = {"": 1, "b": 1}
+_BYTE_UNITS |= {f"{p}b": 1000**n for n, p in enumerate("kmgt", start=1)}
+_BYTE_UNITS |= {f"{p}ib": 1024**n for n, p in enumerate("kmgt", start=1)}
+_TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class Quantity(click.ParamType[Any]):
+    """A finite number above `minimum`, with an optional unit; `open_word` stands for None."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        units: dict[str, float] | None = None,
+        example: str,
+        minimum: float = 0.0,
+        strict: bool = True,
+        whole: bool = False,
+        open_word: str | None = None,
+    ) -> None:
+        """Describe the type; `example` is what an error message shows as right."""
+        self.name = name
+        self.units = units or {"": 1.0}
+        self.example = example
+        self.minimum = minimum
+        self.strict = strict
+        self.whole = whole
+        self.open_word = open_word
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float | int | None:
+        """Text to number in SI units, or None for the open word."""
+        if value is None or isinstance(value, (int, float)):
+            return value
+        text = str(value).strip().strip("'\"").lower()
+        if self.open_word is not None and text == self.open_word:
+            return None
+        match = re.fullmatch(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-z]*)", text)
+        if match is None or match[2] not in self.units:
+            self.fail(f"{value!r} is not {self._rule()}", param, ctx)
+        try:
+            number = float(match[1]) * self.units[match[2]]
+        except ValueError:
+            self.fail(f"{value!r} is not {self._rule()}", param, ctx)
+        if number < self.minimum or (self.strict and number == self.minimum) or number > 1e18:
+            self.fail(f"{value!r} is not {self._rule()}", param, ctx)
+        if self.whole:
+            if number != int(number):
+                self.fail(f"{value!r} is not {self._rule()}", param, ctx)
+            return int(number)
+        return number
+
+    def _rule(self) -> str:
+        bound = "above" if self.strict else "of at least"
+        kind = "a whole number" if self.whole and len(self.units) == 1 else "a number"
+        unit = f" with a unit of {', '.join(u for u in self.units if u)}" * (len(self.units) > 1)
+        word = f", or {self.open_word}" if self.open_word else ""
+        return f"{kind} {bound} {self.minimum:g}{unit} (for example {self.example}{word})"
+
+
+class Listed(click.ParamType[Any]):
+    """A comma-separated list of positive whole numbers, sorted and without repeats."""
+
+    def __init__(self, *, example: str, open_word: str | None = "auto") -> None:
+        """Take the example that an error message shows, and the word that means None."""
+        self.name = "list"
+        self.example = example
+        self.open_word = open_word
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...] | None:
+        """Text to a tuple of ints, or None for the open word."""
+        if value is None or isinstance(value, tuple):
+            return value
+        text = str(value).strip().strip("'\"").lower()
+        if self.open_word is not None and text == self.open_word:
+            return None
+        numbers = []
+        for part in text.split(","):
+            if not re.fullmatch(r"\s*[0-9]{1,12}\s*", part) or int(part) < 1:
+                word = f", or {self.open_word}" if self.open_word else ""
+                self.fail(
+                    f"{part.strip()!r} in {value!r} is not a whole number of at least 1 "
+                    f"(for example {self.example}{word})",
+                    param,
+                    ctx,
+                )
+            numbers.append(int(part))
+        return tuple(sorted(set(numbers)))
+
+
+class OpenText(click.ParamType[Any]):
+    """Text, where one word (`auto` or `none`) stands for None."""
+
+    name = "text"
+
+    def __init__(self, open_word: str) -> None:
+        """Take the word that means None."""
+        self.open_word = open_word
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str | None:
+        """The text itself, or None for the open word."""
+        text = str(value).strip()
+        return None if text in (self.open_word, "") else text
+
+
+def count(example: str, *, open_word: str | None = None, minimum: int = 1) -> Quantity:
+    """A whole number of at least `minimum`."""
+    return Quantity(
+        "int", example=example, minimum=minimum, strict=False, whole=True, open_word=open_word
+    )
+
+
+def real(
+    example: str, *, open_word: str | None = None, minimum: float = 0.0, strict: bool = True
+) -> Quantity:
+    """A plain number."""
+    return Quantity("float", example=example, minimum=minimum, strict=strict, open_word=open_word)
+
+
+def duration(example: str, *, open_word: str | None = None) -> Quantity:
+    """Seconds, or a number with s, m, h or d."""
+    return Quantity("duration", units=_TIME_UNITS, example=example, open_word=open_word)
+
+
+def num_bytes(example: str, *, open_word: str | None = None) -> Quantity:
+    """Bytes, or a number with KB ... TB or KiB ... TiB."""
+    units = {unit: float(factor) for unit, factor in _BYTE_UNITS.items()}
+    return Quantity("bytes", units=units, example=example, whole=True, open_word=open_word)
+
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def switch(name: str, *, default: bool, text: str) -> Decorator:
+    """A boolean option that MLproject can pass a value to: `--x`, `--x true` or `--x false`."""
+    return click.option(
+        name,
+        type=bool,
+        is_flag=False,
+        flag_value="true",
+        default=str(default).lower(),
+        show_default=True,
+        metavar="[true|false]",
+        help=text,
+    )
