@@ -127,6 +127,15 @@ class TestClipping:
         sgd(torchs).step()
         assert torch.equal(ours, torchs)
 
+    def test_under_a_grad_scaler_the_unscaled_norm_is_clipped(self):
+        for fused in (True, False):
+            p = nn.Parameter(torch.zeros(2))
+            clipping = NormClipping(sgd(p, fused=fused), 1.0)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            scaler.scale((p * torch.tensor([30.0, 40.0])).sum()).backward()
+            scaler.step(clipping)
+            assert p.tolist() == pytest.approx([-0.6, -0.8])
+
     def test_autoclip_hand_computed(self):
         # norms 4, 2, 8: medians so far 4, 3, 4: coefficients 1, 1, 1/2
         p = parameter([0.0])
@@ -225,6 +234,16 @@ class TestLayerwise:
         matrices, vectors = run.optimizer.param_groups
         assert (matrices["lr"], vectors["lr"]) == pytest.approx((1.6, 0.4))
         assert (matrices["momentum"], matrices["weight_decay"]) == (0.8, 0.01)
+
+    def test_lamb_in_place_of_sgd_does_not_take_its_rate(self):
+        model = nn.Linear(2, 2)
+        method = build_method("lamb", warmup_epochs=0.0)
+        for base, expected in (
+            (torch.optim.SGD(model.parameters(), lr=0.1), 0.004),
+            (torch.optim.Adam(model.parameters(), lr=0.002), 0.008),
+        ):
+            rates = [group["lr"] for group in method.wrap(base, PLAN).optimizer.param_groups]
+            assert rates == pytest.approx([expected, expected])
 
     def test_a_name_of_neither(self):
         from mlflow_tula.methods.layerwise import LayerwiseMethod

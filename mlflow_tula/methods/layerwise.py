@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.methods.clipping import NormClipping
 from mlflow_tula.methods.protocol import MethodRun, TrainingPlan
+from mlflow_tula.methods.scale_invariance import ignores_gradient_scale
 from mlflow_tula.methods.scaling import (
     ScalingRule,
     learning_rate_factor,
@@ -38,6 +39,8 @@ from mlflow_tula.methods.scaling import (
 from mlflow_tula.methods.step_scaling import check_number
 
 Parameters = Iterable[torch.nn.Parameter]
+
+_USUAL_ADAM_RATE = 0.001  # Kingma and Ba 2015, arXiv 1412.6980
 
 
 def lars(
@@ -118,15 +121,17 @@ class LayerwiseMethod:
 
     Takes parameters, reference rate, momentum and weight decay from the optimizer it replaces. The
     rate of matrices is `learning_rate` where given, else the reference rate scaled by `rule`; LARS
-    gives vectors the reference rate scaled by `vector_rule`. A layer's relative step is rate times
-    trust coefficient, so tune one of the two: neither carries over from SGD.
+    gives vectors the reference rate scaled by `vector_rule`. LAMB in place of SGD begins from
+    Adam's usual 0.001 instead, because a rate of SGD says nothing about it. A layer's relative step
+    is rate times trust coefficient (LARS) or the rate (LAMB): tune it, it does not carry over.
     """
 
     name: str = "lars"
     rule: ScalingRule = "linear"
     vector_rule: ScalingRule = "sqrt"
     learning_rate: float | None = None
-    trust_coefficient: float = 0.001
+    trust_coefficient: float = 0.01
+    """The paper's 0.001 goes with rates of 10 and more, not with a scaled rate of SGD."""
     warmup_epochs: float = 5.0
     max_norm: float | None = None
     cap: float | None = None
@@ -157,7 +162,9 @@ class LayerwiseMethod:
         else:
             stepping = lamb(
                 parameters,
-                self.learning_rate if self.learning_rate is not None else rate,
+                self.learning_rate
+                if self.learning_rate is not None
+                else self._lamb_rate(optimizer),
                 betas=settings.get("betas", (0.9, 0.999)),
                 weight_decay=decay,
             )
@@ -169,3 +176,9 @@ class LayerwiseMethod:
         return MethodRun(
             optimizer=stepping, schedule=schedule, global_batch_size=plan.global_batch_size
         )
+
+    @staticmethod
+    def _lamb_rate(replaced: Optimizer) -> float:
+        if ignores_gradient_scale(replaced):
+            return float(replaced.param_groups[0]["lr"])
+        return _USUAL_ADAM_RATE
