@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,20 +80,38 @@ def full_search_cost(candidates: Iterable[Probe], table: ProfileTable) -> Search
 def expected_probe_time_s(table: ProfileTable, probe: Probe) -> float:
     """What a probe will take, from the rows so far: their overhead and steps, its step time.
 
-    The step time is interpolated between measured sizes; past the largest it grows in proportion,
-    which is never too little. Zero before anything was measured.
+    The step time is interpolated between measured sizes. Past the largest it follows the line of
+    the last two; after a single one half of it is taken to grow with the batch, half as latency. A
+    world size with a single row takes the shape of the one with the most. Zero before anything was
+    measured.
     """
-    rows = [row for row in table.ok if row.world_size == probe.world_size] or list(table.ok)
-    if not rows:
+    if not table.ok:
         return 0.0
-    rows.sort(key=lambda row: row.local_batch_size)
-    sizes = [float(row.local_batch_size) for row in rows]
-    times = [float(row.step_time_s or 0.0) / row.accumulation_steps for row in rows]
-    size = float(probe.local_batch_size)
-    step = float(np.interp(size, sizes, times)) * max(size / sizes[-1], 1.0)
+    worlds: dict[int, list[Measurement]] = {}
+    for row in sorted(table.ok, key=lambda row: row.local_batch_size):
+        worlds.setdefault(row.world_size, []).append(row)
+    own, most = worlds.get(probe.world_size, []), max(worlds.values(), key=len)
+    step = _step_time(own if len(own) > 1 else most, probe.local_batch_size)
+    if len(own) == 1:
+        step *= _step_time(own, own[0].local_batch_size) / _step_time(most, own[0].local_batch_size)
+    rows = own or most
     overhead = [_probe_time(row) - _steps(row) * float(row.step_time_s or 0.0) for row in rows]
     steps = min(_steps(row) for row in rows[-2:])
     return max(float(np.median(overhead)), 0.0) + steps * step * probe.accumulation_steps
+
+
+def _step_time(rows: Sequence[Measurement], size: float) -> float:
+    """Seconds of one pass at a local batch size, from rows in ascending order of theirs."""
+    sizes = [float(row.local_batch_size) for row in rows]
+    times = [float(row.step_time_s or 0.0) / row.accumulation_steps for row in rows]
+    step = float(np.interp(size, sizes, times))
+    if size > sizes[-1]:
+        smaller = [i for i, other in enumerate(sizes) if other < sizes[-1]]
+        slope = times[-1] / sizes[-1] / 2.0
+        if smaller:
+            slope = (times[-1] - times[smaller[-1]]) / (sizes[-1] - sizes[smaller[-1]])
+        step += max(slope, 0.0) * (size - sizes[-1])
+    return step
 
 
 def _steps(row: Measurement) -> int:

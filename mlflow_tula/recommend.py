@@ -203,9 +203,10 @@ def _choose_knee(request: Request, allowed: Sequence[CurvePoint]) -> tuple[Curve
     )
     reasons = _knee_reasons(request, chosen, settled, here)
     if len(knees) > 1:
+        verb = "is" if chosen.world_size == 1 else "are"
         reasons.append(
-            f"{chosen.world_size} ranks are the fewest within {DIMINISHING_TOLERANCE:.0%} of the "
-            "fastest cluster"
+            f"{_ranks(chosen)} {verb} the fewest within {DIMINISHING_TOLERANCE:.0%} of the fastest "
+            "cluster"
         )
     return chosen, reasons
 
@@ -249,7 +250,12 @@ def _noise(points: Sequence[CurvePoint]) -> list[float]:
 
 def _name(point: CurvePoint) -> str:
     """A candidate in a sentence."""
-    return f"{point.global_batch_size}{f' on {w} ranks' if (w := point.world_size) > 1 else ''}"
+    where = f" on {_ranks(point)}" if point.world_size > 1 else ""
+    return f"{point.global_batch_size}{where}"
+
+
+def _ranks(point: CurvePoint) -> str:
+    return f"{point.world_size} rank{'s' if point.world_size > 1 else ''}"
 
 
 def _warnings(request: Request, curve: Sequence[CurvePoint], chosen: CurvePoint) -> tuple[str, ...]:

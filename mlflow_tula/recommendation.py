@@ -171,12 +171,11 @@ class Recommendation:
     @property
     def headline(self) -> str:
         """The choice in one line."""
-        nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
-        devices = f"{self.devices_per_node} device{'s' if self.devices_per_node > 1 else ''}"
         return (
             f"choice: global batch size {self.global_batch_size} "
             f"({self.local_batch_size} local x {self.accumulation_steps} accumulation x "
-            f"{self.world_size} ranks: {nodes} of {devices}), objective {self.objective}"
+            f"{_count(self.world_size, 'rank')}: {_count(self.nodes, 'node')} of "
+            f"{_count(self.devices_per_node, 'device')}), objective {self.objective}"
         )
 
     def _is_choice(self, point: CurvePoint) -> bool:
@@ -249,6 +248,10 @@ class Recommendation:
             "yes" if point.fits else "no",
             ", ".join(filter(None, marks)),
         ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def _number(value: float | None) -> str:

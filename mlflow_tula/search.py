@@ -337,11 +337,13 @@ def _end(
     last = running[-1]
     beyond = [i for i in range(last + 1, len(group)) if group[i] in answers]
     options = [group[i] for i in range(last + 1, min(beyond, default=len(group)))]
-    if left_s is not None:
-        options = [p for p in options if expected_probe_time_s(table, p) <= _FIRST_SHARE * left_s]
     if not options:
         return None
     goal = (group[last].local_batch_size * options[-1].local_batch_size) ** 0.5
+    if left_s is not None:
+        options = [p for p in options if expected_probe_time_s(table, p) <= _FIRST_SHARE * left_s]
+        if not options:
+            return None
     nearest = min(options, key=lambda p: abs(np.log(p.local_batch_size / goal)))
     return nearest, "halfway up"
 

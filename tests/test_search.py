@@ -199,12 +199,15 @@ def test_the_cost_of_full_search_counts_what_was_measured_as_it_was() -> None:
     assert partial.spent_s < truth.spent_s
 
 
-def test_the_expected_time_of_a_probe_is_never_too_little_beyond_the_largest() -> None:
-    table = EMPTY.with_rows(measured(p) for p in probes(sizes=(8, 64)))
-    for probe in probes(sizes=(128, 512)):
+def test_the_expected_time_of_a_probe_follows_the_last_line() -> None:
+    table = EMPTY.with_rows(measured(p) for p in probes(sizes=(8, 64, 128)))
+    for probe in probes(sizes=(64, 96, 256, 1024)):
         row = measured(probe)
-        assert expected_probe_time_s(table, probe) >= 0.95 * (row.probe_time_s or 0.0)
-    assert expected_probe_time_s(EMPTY, probe) == 0.0
+        assert expected_probe_time_s(table, probe) == pytest.approx(row.probe_time_s, rel=0.05)
+    one = EMPTY.with_rows([measured(Probe(local_batch_size=8))])
+    large = Probe(local_batch_size=1024)
+    assert expected_probe_time_s(one, large) > measured(large).probe_time_s / 2
+    assert expected_probe_time_s(EMPTY, large) == 0.0
 
 
 @pytest.mark.parametrize("bad", [[], [8, 16], "8"])
