@@ -46,13 +46,14 @@ MAX_BATCH_SIZE = 1e12
 class ConvergencePredictor:
     """Epochs to the target against the global batch size.
 
-        log epochs(B) = log E0 + (1 / q) log(1 + (B / Bc)^q) + log(1 + (Bs / B)^3) + f(log B)
+        log epochs(B) = log E0 + log(1 + (B / Bc)^q) + log(1 + (Bs / B)^3) + f(log B)
 
-    E0: epochs of a batch small against Bc. Bc: critical batch size, in samples. q: sharpness of
-    the turn. Bs: batch size, in samples, below which smaller batches need more epochs too. f: a
-    Gaussian process in log B. All are pooled, each form weighted by its prior and its evidence
-    (McCandlish et al. 2018 for the hyperbola). Valid from 1/4 of the smallest to 4x the largest
-    measured size; further out the interval widens and says so.
+    E0: epochs of a batch small against Bc. Bc: critical batch size, in samples. q: 1, or more
+    where the target is nearly out of reach of large batches. Bs: batch size, in samples, below
+    which smaller batches need more epochs too. f: a Gaussian process in log B. All are pooled,
+    each form weighted by its prior and its evidence (McCandlish et al. 2018 for the hyperbola).
+    Valid from 1/4 of the smallest to 4x the largest measured size; further out the interval
+    widens and says so.
 
     `form="scavenger"` is e* + theta / sqrt(B) (Scavenger, arXiv 2303.06659), kept for comparison.
     The curve is that of the recipe it was measured with: a fixed learning rate and the best rate

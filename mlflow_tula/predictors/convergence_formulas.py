@@ -1,11 +1,12 @@
 """Epochs to the target against the batch size. Numpy only: shipped with each registered model.
 
-    log epochs(B) = log E0 + (1 / q) log(1 + (B / Bc)^q) + log(1 + (Bs / B)^3) + f(log B) + noise
+    log epochs(B) = log E0 + log(1 + (B / Bc)^q) + log(1 + (Bs / B)^3) + f(log B) + noise
 
-The first terms are McCandlish's hyperbola (q = 1; q = 2 turns faster) with a U shape below Bs,
-steep because too small a batch fails at once: published curves double within one halving. f is a
-Gaussian process that follows what no form does. Many (Bc, q, Bs, f) are held at once, each with
-its posterior weight, so that nothing rests on a form that the data cannot identify.
+The first terms are McCandlish's hyperbola (q = 1; larger where the target is nearly out of reach
+of large batches) with a U shape below Bs, steep because too small a batch fails at once:
+published curves double within one halving. f is a Gaussian process that follows what no form
+does. Many (Bc, q, Bs, f) are held at once, each with its posterior weight, so that nothing rests
+on a form that the data cannot identify.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ BEYOND_SD = 0.1
 
 
 def trend(log_batch: Array, critical: Array, power: Array, small: Array) -> Array:
-    """Rise (1/q) log(1 + (B/Bc)^q) + log(1 + (Bs/B)^3), one row a form; Bs = 0: no U shape."""
+    """Rise log(1 + (B/Bc)^q) and fall log(1 + (Bs/B)^3), one row a form; Bs = 0: no U shape."""
     rise = np.logaddexp(0.0, power[:, None] * (log_batch - np.log(critical)[:, None]))
     fall = np.log1p((small[:, None] * np.exp(-log_batch)) ** FALL_POWER)
-    return np.asarray(rise / power[:, None] + fall)
+    return np.asarray(rise + fall)
 
 
 def covariance(first: Array, second: Array, amplitude: float, length: float) -> Array:
