@@ -25,7 +25,7 @@ class ProbeSettings(Spec):
     max_warmup_steps: int = 10
     min_steps: int = 3
     max_steps: int = 40
-    time_limit_s: float = 5.0
+    time_limit_s: float = 4.0
     tolerance: float = 0.02
 
     def __post_init__(self) -> None:

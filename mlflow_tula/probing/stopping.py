@@ -10,8 +10,8 @@ from mlflow_tula.probing.settings import ProbeSettings
 
 SLOW_START = 1.3
 """A leading step this many times slower than the later ones is still warm-up."""
-HARD_LIMIT = 4.0
-"""Outliers do not count against the time limit, up to this multiple of it."""
+HARD_LIMIT = 2.0
+"""Noise does not count against the time limit, up to this multiple of it."""
 
 
 def median_interval(values: Sequence[float], *, miss: float = 0.05) -> tuple[float, float] | None:
@@ -36,7 +36,8 @@ class StepSeries:
     The first `warmup_steps` never count. Later leading steps slower than SLOW_START times the
     median of the second half are moved to the warm-up, up to `max_warmup_steps` (ten-fold slow
     first steps otherwise bend the median of a short series). The median takes care of single
-    outliers; they count against the time limit as one median step each.
+    outliers. The time limit counts every step as the fastest one, so that slow first steps and
+    outliers do not end a series before it is steady, and the slowest step never.
     """
 
     def __init__(self, settings: ProbeSettings) -> None:
@@ -83,6 +84,6 @@ class StepSeries:
         if len(timed) >= self.settings.max_steps:
             return "step limit"
         limit = self.settings.time_limit_s
-        if len(timed) * middle >= limit or sum(timed) >= HARD_LIMIT * limit:
+        if len(timed) * min(timed) >= limit or sum(timed) - max(timed) >= HARD_LIMIT * limit:
             return "time limit"
         return ""
