@@ -155,7 +155,7 @@ def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any
         "knots": sorted({float(cell.batch) for cell in cells}),
         "range": _range(cells),
         "spread": {
-            "noise_sd": NOISE_SD,
+            "noise_sd": _noise(points, curve, cells),
             "bridge_sd": BRIDGE_SD,
             "beyond_sd": BEYOND_SD,
             "fewer_sd": FEWER_SD,
@@ -179,6 +179,14 @@ def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any
             tier = sync_level.guess_tier(tier, usual, least)
         params[name] = tier
     return params
+
+
+def _noise(points: compute_curve.Points, curve: Mapping[str, Any], cells: Sequence[Cell]) -> float:
+    """Relative spread of one more trial: of repeated ones, and of what no rising curve can meet."""
+    rest = np.log(points.times / formulas.compute_time(curve, points.sizes)[0])
+    repeats = [cell.apart for cell in cells if cell.apart is not None]
+    seen = max(NOISE_SD, float(np.median(repeats)) if repeats else 0.0)
+    return math.hypot(seen, 1.4826 * float(np.median(np.abs(rest))))
 
 
 def _points(base: Sequence[Cell], optimizer_s: float) -> compute_curve.Points:
@@ -237,6 +245,7 @@ def _range(cells: Sequence[Cell]) -> dict[str, int]:
         "largest_local_batch_size": max(cell.batch for cell in cells),
         "most_nodes": max(cell.nodes for cell in cells),
         "most_devices_per_node": max(cell.devices for cell in cells),
+        "smallest_world_size": min(cell.ranks for cell in cells),
         "largest_world_size": max(cell.ranks for cell in cells),
     }
 
@@ -250,14 +259,14 @@ def _left_out(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> tuple[Array, A
     for index in chosen:
         cell = cells[index]
         params = _fit_cells([*cells[:index], *cells[index + 1 :]], fixed)
-        batch, nodes, devices, passes = (
+        setup = [
             np.array([value], float)
             for value in (cell.batch, cell.nodes, cell.devices, cell.accumulation)
-        )
-        value, share, doubt = formulas.step_value(params, batch, nodes, devices, passes)
-        deviation = formulas.log_deviation(params, batch, nodes, devices, share, doubt)
-        errors.append(math.log(value[0] / cell.time))
-        scores.append(errors[-1] / deviation[0])
+        ]
+        value, lower, upper = (part[0] for part in formulas.step_time(params, *setup, level=0.9))
+        errors.append(math.log(value / cell.time))
+        side = value / lower if errors[-1] > 0 else upper / value
+        scores.append(errors[-1] / (math.log(side) / student_quantile(0.95, DEGREES)))
     return np.array(errors), np.array(scores)
 
 

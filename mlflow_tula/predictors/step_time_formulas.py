@@ -9,7 +9,7 @@ follows the measured levels and grows by a pooled law; `overlap` is a p-norm, po
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from .formulas import smooth_maximum, student_quantile
 Array = NDArray[np.float64]
 
 TINY = 1e-300
+STATED_LINK_SD = 0.35
+"""Error of an all-reduce that a stated link alone foretells."""
 REST_DECAY = 3.0
 """What overlap leaves over at the measured ranks fades within half a doubling beyond."""
 
@@ -104,11 +106,16 @@ def contention(params: Mapping[str, Any], devices: Array) -> Array:
 
 
 def _tier_parts(
-    tier: Mapping[str, Any], batch: Array, nodes: Array, devices: Array, alone: Array
+    tier: Mapping[str, Any],
+    batch: Array,
+    nodes: Array,
+    devices: Array,
+    alone: Array,
+    factor: Array,
 ) -> tuple[Array, Array]:
     """Log seconds of compute overlapped with synchronisation, and the share of the latter."""
     powers, weights = (np.asarray(tier[name], float) for name in ("powers", "weights"))
-    sync = sync_time(tier, nodes, devices)
+    sync = sync_time(tier, nodes, devices) * factor
     both = smooth_maximum(np.broadcast_to(alone, sync.shape), sync, powers[:, None])
     value = weights @ np.log(both)
     share = weights @ (sync / both) ** powers[:, None]
@@ -129,58 +136,74 @@ def _tier_parts(
 
 
 def _raw(
-    params: Mapping[str, Any], batch: Array, nodes: Array, devices: Array, accumulation: Array
-) -> tuple[Array, Array, Array]:
-    """Seconds before monotony is imposed, the share of synchronisation, the forms' doubt."""
+    params: Mapping[str, Any], setup: Sequence[Array], factors: Sequence[Array]
+) -> tuple[list[Array], Array, Array]:
+    """Seconds before monotony is imposed, one array a factor; then as `step_values`."""
+    batch, nodes, devices, accumulation = setup
     base = params["base"]
     alone, doubt = compute_time(params["compute"], batch)
     alone = alone * contention(params, devices)
-    value, share = alone.copy(), np.zeros_like(alone)
+    micro = np.maximum(alone - params["optimizer_s"], 0.0)
     many = nodes > base["nodes"]
     some = ~many & (devices > base["devices_per_node"])
-    for rows, tier in ((some, params["intra_node"]), (many, params["inter_node"])):
-        if rows.any():
-            log_value, part = _tier_parts(
-                tier, batch[rows], nodes[rows], devices[rows], alone[rows]
-            )
-            value[rows], share[rows] = np.exp(log_value), part
-    micro = np.maximum(alone - params["optimizer_s"], 0.0)
-    total = value + (accumulation - 1.0) * micro
-    if params["data"] is not None:
-        data = params["data"]["offset_s"] + params["data"]["slope_s"] * batch
-        total = np.maximum(total, accumulation * data)
-    return total, share * value / np.maximum(total, TINY), doubt
+    totals, share = [], np.zeros_like(alone)
+    for factor in factors:
+        value = alone.copy()
+        for rows, tier in ((some, params["intra_node"]), (many, params["inter_node"])):
+            if rows.any():
+                log_value, part = _tier_parts(
+                    tier, batch[rows], nodes[rows], devices[rows], alone[rows], factor[rows]
+                )
+                value[rows] = np.exp(log_value)
+                if factor is factors[0]:
+                    share[rows] = part
+        total = value + (accumulation - 1.0) * micro
+        if factor is factors[0]:
+            share = share * value / np.maximum(total, TINY)
+        if params["data"] is not None:
+            data = params["data"]["offset_s"] + params["data"]["slope_s"] * batch
+            total = np.maximum(total, accumulation * data)
+        totals.append(total)
+    return totals, share, doubt
 
 
-def step_value(
-    params: Mapping[str, Any], batch: Array, nodes: Array, devices: Array, accumulation: Array
-) -> tuple[Array, Array, Array]:
-    """Seconds per step, never falling with the batch size; share of sync; the forms' doubt.
+def step_values(
+    params: Mapping[str, Any], setup: Sequence[Array], factors: Sequence[Array]
+) -> tuple[list[Array], Array, Array]:
+    """Seconds per step, never falling with the batch size, for each factor on synchronisation.
 
     Between two knots the logarithm is convex in log size, so that the running maximum over the
     knots below is all that monotony needs.
+
+    Args:
+        params: the fitted parameters.
+        setup: local batch sizes, nodes, devices per node, accumulation steps; arrays of a length.
+        factors: arrays of that length, functions of nodes and devices alone.
+
+    Returns:
+        Seconds, one array a factor; the share of synchronisation and the forms' doubt (of log
+        compute), both at the first factor.
     """
-    value, share, doubt = _raw(params, batch, nodes, devices, accumulation)
+    values, share, doubt = _raw(params, setup, factors)
     knots = np.asarray(params["knots"], float)
-    setups, which = np.unique(np.c_[nodes, devices, accumulation], axis=0, return_inverse=True)
-    which = which.reshape(-1)
-    grid = np.repeat(setups, len(knots), axis=0)
-    at_knots, _, _ = _raw(params, np.tile(knots, len(setups)), *grid.T)
-    least = np.maximum.accumulate(at_knots.reshape(len(setups), len(knots)), axis=1)
-    least = np.c_[np.zeros(len(setups)), least]
-    below = np.searchsorted(knots, batch, side="right")
-    return np.maximum(value, least[which, below]), share, doubt
+    kinds, first, which = np.unique(
+        np.stack(setup[1:], axis=1), axis=0, return_index=True, return_inverse=True
+    )
+    grid = [np.tile(knots, len(kinds)), *np.repeat(kinds, len(knots), axis=0).T]
+    at_knots, _, _ = _raw(params, grid, [np.repeat(one[first], len(knots)) for one in factors])
+    below = np.searchsorted(knots, setup[0], side="right")
+    out = []
+    for value, at in zip(values, at_knots, strict=True):
+        least = np.maximum.accumulate(at.reshape(len(kinds), len(knots)), axis=1)
+        least = np.c_[np.zeros(len(kinds)), least]
+        out.append(np.maximum(value, least[which.reshape(-1), below]))
+    return out, share, doubt
 
 
-def log_deviation(
-    params: Mapping[str, Any],
-    batch: Array,
-    nodes: Array,
-    devices: Array,
-    share: Array,
-    doubt: Array,
+def compute_deviation(
+    params: Mapping[str, Any], batch: Array, nodes: Array, devices: Array, doubt: Array
 ) -> Array:
-    """Standard deviation of log seconds: noise, distance from the measured, forms, growth."""
+    """Standard deviation of log compute: distance from the measured sizes, and the forms."""
     spread = params["spread"]
     sizes = np.log2(np.asarray(params["compute"]["sizes"], float))
     place = np.log2(batch)
@@ -190,23 +213,36 @@ def log_deviation(
     gap = np.maximum(sizes[above] - sizes[below], TINY)
     bridge = np.clip((place - sizes[below]) * (sizes[above] - place) / gap, 0.0, None)
     beyond = np.maximum(np.maximum(place - sizes[-1], sizes[0] - place), 0.0)
-    compute = spread["bridge_sd"] ** 2 * bridge + (spread["beyond_sd"] * beyond) ** 2 + doubt**2
-    sync = np.zeros_like(batch)
+    base = params["base"]["nodes"] * params["base"]["devices_per_node"]
+    fewer = np.log2(np.maximum(base / (nodes * devices), 1.0))
+    return np.asarray(
+        np.sqrt(
+            spread["bridge_sd"] ** 2 * bridge
+            + (spread["beyond_sd"] * beyond) ** 2
+            + (spread["fewer_sd"] * fewer) ** 2
+            + doubt**2
+        )
+    )
+
+
+def sync_deviation(params: Mapping[str, Any], nodes: Array, devices: Array) -> Array:
+    """Standard deviation of log synchronisation: level, place between levels, growth beyond."""
     base = params["base"]
     many = nodes > base["nodes"]
     some = ~many & (devices > base["devices_per_node"])
+    variance = np.zeros_like(nodes)
     for rows, tier in ((some, params["intra_node"]), (many, params["inter_node"])):
-        if not rows.any():
-            continue
-        ranks = np.log2(nodes[rows] * devices[rows])
-        known = np.asarray(tier["log2_ranks"], float)
-        nearest = np.min(np.abs(ranks[:, None] - known[None, :]), axis=1)
-        outside = np.maximum(np.maximum(ranks - known[-1], known[0] - ranks), 0.0)
-        sync[rows] = tier["level_sd"] ** 2 + tier["between_sd"] ** 2 * np.minimum(nearest, 1.0)
-        sync[rows] += (tier["growth_sd"] * outside) ** 2
-    fewer = np.log2(np.maximum(base["nodes"] * base["devices_per_node"] / (nodes * devices), 1.0))
-    variance = (1 - share) ** 2 * compute + share**2 * sync + (spread["fewer_sd"] * fewer) ** 2
-    return np.asarray(np.sqrt(spread["scale"] ** 2 * variance + spread["noise_sd"] ** 2))
+        if rows.any():
+            ranks = np.log2(nodes[rows] * devices[rows])
+            known = np.asarray(tier["log2_ranks"], float)
+            nearest = np.min(np.abs(ranks[:, None] - known[None, :]), axis=1)
+            outside = np.maximum(np.maximum(ranks - known[-1], known[0] - ranks), 0.0)
+            variance[rows] = (
+                tier["level_sd"] ** 2
+                + tier["between_sd"] ** 2 * np.minimum(nearest, 1.0)
+                + (tier["growth_sd"] * outside) ** 2
+            )
+    return np.sqrt(variance)
 
 
 def step_time(
@@ -222,6 +258,8 @@ def step_time(
 ) -> tuple[Array, Array, Array]:
     """Seconds per optimizer step: value, lower, upper.
 
+    Noise, compute and synchronisation each have a spread of their own; that of synchronisation
+    goes through the overlap, because what hides behind compute does no harm when it is wrong.
     A stated link between nodes (bytes per second, seconds) takes the measured one's place.
     """
     if bandwidth_bytes_per_s is not None or latency_s is not None:
@@ -229,13 +267,20 @@ def step_time(
     if not len(local_batch_size):
         empty = np.zeros(0)
         return empty, empty, empty
-    value, share, doubt = step_value(
-        params, local_batch_size, nodes, devices_per_node, accumulation_steps
+    spread = params["spread"]
+    half = student_quantile(0.5 + level / 2, spread["degrees"]) * spread["scale"]
+    shift = np.exp(half * sync_deviation(params, nodes, devices_per_node))
+    (value, low, high), share, doubt = step_values(
+        params,
+        (local_batch_size, nodes, devices_per_node, accumulation_steps),
+        (np.ones_like(shift), 1.0 / shift, shift),
     )
-    deviation = log_deviation(params, local_batch_size, nodes, devices_per_node, share, doubt)
-    half = student_quantile(0.5 + level / 2, params["spread"]["degrees"]) * deviation
+    compute = compute_deviation(params, local_batch_size, nodes, devices_per_node, doubt)
+    own = half * np.hypot((1.0 - share) * compute, spread["noise_sd"])
     with np.errstate(over="ignore"):
-        return value, value * np.exp(-half), value * np.exp(half)
+        lower = value * np.exp(-np.hypot(own, np.log(value / low)))
+        upper = value * np.exp(np.hypot(own, np.log(high / value)))
+    return value, lower, upper
 
 
 def with_link(
@@ -273,13 +318,14 @@ def with_link(
         # levels were measured against another law: the stated link stands alone
         zeros = [[0.0] for _ in tier["powers"]]
         changed |= {"log2_ranks": [1.0], "log_levels": zeros, "rest": [], "sizes": []}
+        changed |= {"level_sd": STATED_LINK_SD, "between_sd": 0.0, "growth_sd": 0.0}
     return {**params, "inter_node": changed}
 
 
 def is_extrapolated(
     params: Mapping[str, Any], local_batch_size: Array, nodes: Array, devices_per_node: Array
 ) -> NDArray[np.bool_]:
-    """Outside the measured batch sizes, or more ranks, nodes or devices than were measured."""
+    """Outside the measured batch sizes, or other than between the measured counts of ranks."""
     known = params["range"]
     return np.asarray(
         (local_batch_size < known["smallest_local_batch_size"])
@@ -287,4 +333,5 @@ def is_extrapolated(
         | (nodes > known["most_nodes"])
         | (devices_per_node > known["most_devices_per_node"])
         | (nodes * devices_per_node > known["largest_world_size"])
+        | (nodes * devices_per_node < known["smallest_world_size"])
     )

@@ -29,6 +29,8 @@ class Cell:
     time: float
     weight: float
     sync: float | None
+    apart: float | None
+    """Relative spread of its repeated trials; None without any."""
 
     @property
     def ranks(self) -> int:
@@ -59,6 +61,7 @@ def make_cells(rows: Sequence[Measurement]) -> list[Cell]:
                 time=middle,
                 weight=min((MODEL_SD**2 + LEAST_SE**2) / (MODEL_SD**2 + error**2), 1.0),
                 sync=float(np.median(syncs)) if syncs else None,
+                apart=apart if len(group) > 1 else None,
             )
         )
     return made

@@ -11,6 +11,7 @@ from mlflow_tula.predictors.step_time_rows import Cell
 from mlflow_tula.table import Measurement
 
 FEW_SIZES, FEW_NODE_COUNTS = 3, 3
+FALLING = 0.1
 
 
 def describe(params: Mapping[str, Any], cells: Sequence[Cell], rows: Sequence[Measurement]) -> str:
@@ -92,6 +93,11 @@ def warn(params: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
         said.append(
             f"step time rests on {sizes} batch size{'s' if sizes > 1 else ''}: measure at least "
             f"{FEW_SIZES} to tell the floor from the slope"
+        )
+    if params["spread"]["noise_sd"] > FALLING:
+        said.append(
+            "step times scatter or fall as the batch grows: the intervals are wide; measure again "
+            "on a quiet machine"
         )
     node_counts = len({cell.nodes for cell in cells})
     if 1 < node_counts < FEW_NODE_COUNTS and not params["inter_node"]["links"]:
