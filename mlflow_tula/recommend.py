@@ -129,6 +129,14 @@ def _allowed(request: Request, curve: Sequence[CurvePoint]) -> list[CurvePoint]:
             f"objective {request.objective} has no {field} for any candidate: "
             "a price per GB needs measured peak memory, a target needs convergence data"
         )
+    if request.to_target:
+        reached = [point for point in known if point.reach_rate != 0.0]
+        if not reached:
+            raise InvalidInputError(
+                "no run at any of the candidates' batch sizes reached the target: give other "
+                "candidates, or an easier target"
+            )
+        known = reached
     allowed = [point for point in known if point.meets_limits]
     if allowed:
         return allowed
@@ -169,13 +177,22 @@ def _choose_minimum(
     request: Request, allowed: Sequence[CurvePoint]
 ) -> tuple[CurvePoint, list[str]]:
     """The fastest or the cheapest; ties go to the current choice, else to the smaller one."""
-    values = [float(getattr(point, request.decides)) for point in allowed]
+    plain = [float(getattr(point, request.decides)) for point in allowed]
+    # a run that fails is run again: what counts is the time until one reaches the target
+    tries = [1.0 / (p.reach_rate or 1.0) if request.to_target else 1.0 for p in allowed]
+    values = [one * count for one, count in zip(plain, tries, strict=True)]
     current = [i for i, p in enumerate(allowed) if p.global_batch_size == request.current]
     settled = choose_minimum(values, _noise(allowed), current=current)
     chosen, best = allowed[settled.index], allowed[int(np.argmin(values))]
     costs = request.decides != "time_s"
-    least = f"${min(values):,.4g}" if costs else f"{min(values):,.4g} s"
+    amount = plain[int(np.argmin(values))]
+    least = f"${amount:,.4g}" if costs else f"{amount:,.4g} s"
     reasons = [f"{_name(best)} is the {'cheapest' if costs else 'fastest'}: {least} {request.per}"]
+    if min(plain) < amount:
+        reasons.append(
+            f"{_name(allowed[int(np.argmin(plain))])} takes less where it reaches the target, but "
+            "more of its runs do not"
+        )
     if chosen is not best:
         loss = values[settled.index] / min(values) - 1.0
         why = "the current choice stays" if settled.kept_current else "a tie goes to the smaller"

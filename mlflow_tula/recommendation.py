@@ -65,6 +65,7 @@ class CurvePoint(Spec):
     fits_reason: str = ""
     extrapolated: bool = False
     may_not_reach_target: bool = False
+    reach_rate: float | None = None
     meets_limits: bool = True
     on_pareto: bool = False
 

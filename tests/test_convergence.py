@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mlflow_tula as tula
 from mlflow_tula import ConvergencePredictor
 from mlflow_tula.errors import (
     InvalidInputError,
@@ -383,3 +384,34 @@ def test_one_size_does_not_depend_on_what_else_is_asked():
     np.testing.assert_allclose(
         alone.to_numpy(float), together.loc[[777.0]].to_numpy(float), rtol=1e-9
     )
+
+
+@pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")
+def test_a_size_that_never_reached_the_target_is_not_recommended():
+    sizes = [32, 128, 512, 2048, 4096]
+    # larger is always faster, but 4096 never and 2048 in one run of four reached the target
+    frame = hyperbola(sizes, 10, 1e6).assign(runs_total=4, runs_reached=[4, 4, 4, 1, 0])
+    table = tula.ProfileTable.from_frame(
+        pd.DataFrame({"local_batch_size": sizes, "step_time_s": [0.1] * 5}),
+        workload=tula.Workload(model="m", dataset="d", dataset_size=100_000),
+        hardware=tula.HardwareSpec(device_type="cuda", device_name="x", device_memory_bytes=2**34),
+    )
+    bundle = tula.fit(table, convergence=frame)
+    out = bundle.predict(pd.DataFrame({"local_batch_size": sizes}))
+    assert out.reach_rate.tolist() == [1, 1, 1, 0.25, 0]
+
+    def choice(candidates, objective="min_time_to_target", **options):
+        return tula.recommend(
+            bundle,
+            cluster=tula.ClusterSpec(),
+            candidates=candidates,
+            objective=objective,
+            **options,
+        ).global_batch_size
+
+    assert choice(sizes) == 512
+    assert choice(sizes, "min_cost_to_target", pricing=tula.Pricing(usd_per_device_hour=1)) == 512
+    assert choice(sizes, "min_time") == 4096
+    assert choice([32, 2048]) == 2048
+    with pytest.raises(InvalidInputError, match="no run at any of the candidates' batch sizes"):
+        choice([4096])

@@ -58,8 +58,8 @@ def predict_frame(
         One row per row of `frame`, same index: the configuration, then `step_time_s`,
         `peak_memory_bytes`, `throughput` (samples per second), `epoch_time_s`,
         `epochs_to_target`, `time_to_target_s`, each with `_lower` and `_upper`, `cost_usd`,
-        `cost_to_target_usd`, `extrapolated`, `fits`, `fits_reason`, `may_not_reach_target`.
-        NaN where the bundle cannot know.
+        `cost_to_target_usd`, `extrapolated`, `fits`, `fits_reason`, `may_not_reach_target`,
+        `reach_rate` (share of runs that reach it). NaN where the bundle cannot know.
 
     Raises:
         ValueError: a question that cannot be asked, in one line.
@@ -113,6 +113,7 @@ def predict_frame(
         "fits": fits,
         "fits_reason": reason,
         "may_not_reach_target": reach[3],
+        "reach_rate": _reach_rate(bundle, samples),
     }
     return pd.DataFrame(columns, index=frame.index)
 
@@ -226,6 +227,13 @@ def _convergence(
         unknown = np.full(samples.shape, np.nan)
         return unknown, unknown, unknown, np.zeros(samples.shape, bool)
     return convergence_formulas.epochs_to_target(bundle["convergence"], samples, level)
+
+
+def _reach_rate(bundle: Mapping[str, Any], samples: Array) -> Array:
+    """Share of runs that reach the target, NaN without convergence data."""
+    if bundle.get("convergence") is None:
+        return np.full(samples.shape, np.nan)
+    return convergence_formulas.reach_rate(bundle["convergence"], samples)
 
 
 def _fits(
