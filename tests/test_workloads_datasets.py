@@ -1,7 +1,11 @@
+import functools
 import gzip
+import hashlib
 import pickle
 import struct
+import threading
 from collections import Counter
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -311,6 +315,33 @@ def test_cifar_from_a_folder_that_is_not_whole(tmp_path) -> None:
     (tmp_path / "cifar-10-batches-py").mkdir()
     with pytest.raises(StoreError, match=r"cannot read cifar10 in .*\(try --download\)"):
         build_datasets(job(dataset="cifar10", data_dir=str(tmp_path)))
+
+
+def test_a_download_happens_once_and_is_then_read(tmp_path, monkeypatch) -> None:
+    from torchvision.datasets import FashionMNIST
+
+    write_fashion_mnist(tmp_path / "mirror", zipped=True)
+    sums = [
+        (name, hashlib.md5((tmp_path / "mirror" / name).read_bytes()).hexdigest())
+        for name, _ in FashionMNIST.resources
+    ]
+    monkeypatch.setattr(FashionMNIST, "resources", sums)
+    wanted = job(dataset="fashion_mnist", data_dir=str(tmp_path / "new"), download=True)
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "mirror"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        mirror = f"http://127.0.0.1:{server.server_address[1]}/"
+        monkeypatch.setattr(FashionMNIST, "mirrors", [mirror])
+        assert build_datasets(wanted).train_size == 20
+        server.shutdown()
+    assert build_datasets(wanted.replace(download=False)).test_size == 10
+
+
+def test_a_failed_download_is_one_line(tmp_path, monkeypatch) -> None:
+    nowhere = (tmp_path / "absent.tar.gz").as_uri()
+    monkeypatch.setattr("torchvision.datasets.CIFAR10.url", nowhere)
+    with pytest.raises(StoreError, match=r"^cannot download cifar10 into [^\n]*$"):
+        build_datasets(job(dataset="cifar10", data_dir=str(tmp_path / "new"), download=True))
 
 
 def test_cifar100_files_become_images(tmp_path, monkeypatch) -> None:

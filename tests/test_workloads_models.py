@@ -150,6 +150,13 @@ def test_resolving_what_is_not_there(tmp_path, monkeypatch) -> None:
         resolve_callable("plain")
 
 
+def test_a_file_may_import_its_neighbours(tmp_path) -> None:
+    (tmp_path / "tula_neighbour.py").write_text("size = 5")
+    (tmp_path / "net.py").write_text("import tula_neighbour\ndef f(): return tula_neighbour.size")
+    assert resolve_callable(f"{tmp_path}/net.py:f")() == 5
+    assert resolve_callable(f"{tmp_path}/net.py:f") is resolve_callable(f"{tmp_path}/net.py:f")
+
+
 def test_call_with_known_passes_what_is_taken() -> None:
     assert call_with_known(lambda a: a, a=1, b=2) == 1
     assert call_with_known(lambda x, b=0: (x, b), 9, x=1, b=2) == (9, 2)

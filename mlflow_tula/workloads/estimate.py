@@ -2,9 +2,9 @@
 
     estimate_step_memory(job, 64)      # 1,603,448,448 for VGG11 at 32x32 with SGD and momentum
 
-Protocol: the model is built without storage (`meta` device; fake CPU tensors under autocast), one
-optimizer step creates the optimizer's state, and torch's MemTracker adds up what the second step
-holds at its peak: parameters, gradients, optimizer state, activations, temporaries.
+Protocol: the model is built without storage (`meta` device; fake CPU tensors under autocast), an
+update creates the optimizer's state, and torch's MemTracker adds up what the next whole step holds
+at its peak: parameters, gradients, optimizer state, activations, temporaries.
 
 Valid as a lower bound of what a process allocates: it knows neither the context of CUDA,
 workspaces of convolutions, the cache of the allocator nor DDP's bucket copies (one gradient more
@@ -75,18 +75,24 @@ def _second_step_peak(job: Job, model: nn.Module, sample: Tensor, label: Tensor,
         loss_fn = build_loss(job)
         optimizer = build_optimizer(job, model.parameters())
 
-        def step() -> None:
+        model.train()
+        _create_state(optimizer, model)
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer, inputs, target)
+        with tracker:
             with autocast:
                 loss = loss_fn(model(inputs), target)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-
-        model.train()
-        step()  # momentum and its kin appear here
-        tracker = MemTracker()
-        tracker.track_external(model, optimizer, inputs, target)
-        with tracker:
-            step()
         totals = [snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values()]
     return int(max(totals))
+
+
+def _create_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """A first step with gradients from nowhere: momentum and its kin appear in it."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -101,6 +101,9 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise InvalidInputError(f"cannot load {str(path)!r} as Python: is it a .py file?")
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # the file may import its neighbours; at the end it shadows nothing
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
