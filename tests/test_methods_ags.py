@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlflow_tula.errors import InvalidInputError, TrainingError
 from mlflow_tula.methods import (
     AdaptiveGradientScaling,
+    NormClipping,
     ReplayedScaling,
     constant_mean,
     shuffled,
@@ -232,6 +233,25 @@ class TestClipping:
                 torch.nn.utils.clip_grad_norm_([p], 1.0)
                 scaling.step()
             assert scaling.variability == pytest.approx(expected, abs=1e-4)
+
+    def test_a_second_measure_on_one_optimizer_is_refused(self):
+        optimizer = sgd(weights())
+        clipping = NormClipping(optimizer, 1.0)
+        with pytest.raises(InvalidInputError, match="NormClipping already scales the steps"):
+            AdaptiveGradientScaling(optimizer, 4.0)
+        clipping.remove()
+        AdaptiveGradientScaling(optimizer, 4.0, mode="update")
+        with pytest.raises(InvalidInputError, match="AdaptiveGradientScaling already scales"):
+            AdaptiveGradientScaling(optimizer, 4.0, mode="update")
+        NormClipping(optimizer, 1.0)  # measures after a scaling that left the gradient alone
+
+    def test_an_optimizer_without_hooks_is_refused(self):
+        class Averaging(torch.optim.Optimizer):
+            def __init__(self, inner):
+                self.param_groups = inner.param_groups
+
+        with pytest.raises(InvalidInputError, match="Averaging runs no step hooks"):
+            NormClipping(Averaging(sgd(weights())), 1.0)
 
 
 class TestBadInput:

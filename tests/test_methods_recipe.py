@@ -6,6 +6,7 @@ from torch import nn
 
 from mlflow_tula.errors import InvalidInputError, UnknownNameError
 from mlflow_tula.methods import NormClipping, build_method, recipe
+from mlflow_tula.methods.fused import make_fused_where_possible, supports_fused
 from mlflow_tula.methods.recipe import RULES, choose_method
 
 BATCHES = {"batch_size": 512, "reference_batch_size": 32, "reference_learning_rate": 0.05}
@@ -73,6 +74,33 @@ def test_an_optimizer_keeps_its_settings():
     group = optimizer.param_groups[0]
     assert group["lr"] == pytest.approx(0.4)
     assert (group["momentum"], group["nesterov"]) == (0.7, True)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fused_steps_are_plain_sgds_when_a_parameter_joins_late(momentum):
+    def train(make):
+        torch.manual_seed(0)
+        first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+        parameters = [*first.parameters(), *second.parameters()]
+        optimizer = make(parameters)
+        for step in range(4):
+            optimizer.zero_grad()
+            out = first(torch.ones(2, 3))
+            (second(out) if step > 1 else out).square().sum().backward()
+            optimizer.step()
+        return parameters, optimizer
+
+    settings = {"lr": 0.01, "momentum": momentum, "weight_decay": 0.1}
+    fused, optimizer = train(lambda p: make_fused_where_possible(torch.optim.SGD, p, **settings))
+    plain, _ = train(lambda p: torch.optim.SGD(p, **settings))
+    assert optimizer.defaults["fused"]
+    torch.testing.assert_close(fused, plain)
+
+
+def test_parameters_that_no_fused_kernel_takes():
+    odd = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    assert not supports_fused([odd])
+    assert not make_fused_where_possible(torch.optim.SGD, [odd], lr=0.1).defaults["fused"]
 
 
 def test_every_rule_names_a_method_and_settings_that_exist():

@@ -117,22 +117,27 @@ def _backward(p, loss_fn):
 
 
 class TestClipping:
+    @pytest.mark.parametrize("fused", [True, False])
     @pytest.mark.parametrize("size", [0.3, 1.0, 50.0])
-    def test_fixed_norm_is_torchs(self, size):
+    def test_fixed_norm_is_torchs(self, size, fused):
         gradient = torch.tensor([3.0, 4.0], dtype=torch.float64) * size / 5
         ours, torchs = parameter([0.0, 0.0]), parameter([0.0, 0.0])
         ours.grad, torchs.grad = gradient.clone(), gradient.clone()
-        NormClipping(sgd(ours), 1.0).step()
+        optimizer = sgd(ours, fused=fused)
+        NormClipping(optimizer, 1.0).step()
         torch.nn.utils.clip_grad_norm_([torchs], 1.0)
         sgd(torchs).step()
-        assert torch.equal(ours, torchs)
+        torch.testing.assert_close(ours, torchs, rtol=1e-6, atol=0)
+        assert not hasattr(optimizer, "grad_scale")
 
     def test_under_a_grad_scaler_the_unscaled_norm_is_clipped(self):
-        for fused in (True, False):
+        for fused, unscale in ((True, True), (True, False), (False, True), (False, False)):
             p = nn.Parameter(torch.zeros(2))
             clipping = NormClipping(sgd(p, fused=fused), 1.0)
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
             scaler.scale((p * torch.tensor([30.0, 40.0])).sum()).backward()
+            if unscale:
+                scaler.unscale_(clipping)
             scaler.step(clipping)
             assert p.tolist() == pytest.approx([-0.6, -0.8])
 

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from mlflow_tula.errors import InvalidInputError, UnknownNameError
 from mlflow_tula.methods.catalogue import build_method, has_warmup
+from mlflow_tula.methods.fused import make_fused_where_possible
 from mlflow_tula.methods.protocol import Method, TrainingPlan
 from mlflow_tula.methods.scale_invariance import ignores_gradient_scale
 from mlflow_tula.methods.step_scaling import check_number
@@ -113,7 +114,7 @@ def recipe(
         reference_learning_rate: that rate; not needed when `model` is an optimizer.
         steps_per_epoch: at `batch_size`; without it warm-up takes 200 steps.
         method: "auto" for the rule, a name of the catalogue, or a method.
-        optimizer: made for `model` when that is not one itself.
+        optimizer: made for `model` when that is not one itself; fused where torch can.
         momentum: of SGD.
         weight_decay: of the optimizer.
         **settings: of the method, in place of the rule's: `max_norm=0.5`, `warmup_epochs=2`.
@@ -166,7 +167,7 @@ def _reference_optimizer(
     kwargs: dict[str, Any] = {"lr": rate, "weight_decay": weight_decay}
     if name == "sgd":
         kwargs["momentum"] = momentum
-    return _OPTIMIZERS[name](parameters, **kwargs)
+    return make_fused_where_possible(_OPTIMIZERS[name], parameters, **kwargs)
 
 
 def _method(

@@ -9,9 +9,10 @@
 
 Nothing waits for the device. On a CPU a tensor can be read for nothing, so there the learning rate
 is a float and a non-finite step hides the gradients from the optimizer, which skips it exactly. On
-an accelerator a fused optimizer takes the rate and the overflow flag as tensors; any other gets the
-same update by rescaling the step it took (one copy of the parameters), and a non-finite step
-becomes a step with a zero gradient: parameters then move by momentum and weight decay only.
+an accelerator a fused optimizer takes rate, loss scale and overflow flag as tensors, and skips as
+exactly. Any other gets the same update by rescaling the step it took (one copy of the parameters),
+and a non-finite step becomes a step with a zero gradient: parameters then move by momentum and
+weight decay only. With a fused optimizer, on any device, scaling a gradient costs no pass over it.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class StepScaling(OptimizerWrapper):
         if max_norm is not None:
             check_number("max_norm", max_norm, above=0)
         refuse_closures(optimizer)
+        self._refuse_second_measure(optimizer)
         if mode == "gradient":
             self._check_gradient_mode(optimizer)
         self.mode: Mode = mode
@@ -82,7 +84,7 @@ class StepScaling(OptimizerWrapper):
         self._own_rates: list[Any] = []
         self._before_update: list[Tensor] = []
         self._update_factor: Tensor | None = None
-        self._set_found_inf = False
+        self._set_attributes: list[str] = []
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -125,6 +127,24 @@ class StepScaling(OptimizerWrapper):
     def _check_gradient_mode(self, optimizer: Optimizer) -> None:
         """Subclasses whose multiplier means nothing to some optimizers refuse them here."""
 
+    def _refuse_second_measure(self, optimizer: Optimizer) -> None:
+        """Two of these work together only when the first leaves the gradient as it is."""
+        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        if hooks is None:
+            raise InvalidInputError(
+                f"{type(optimizer).__name__} runs no step hooks: wrap the optimizer inside it"
+            )
+        for hook in hooks.values():
+            other = getattr(hook, "__self__", None)
+            if isinstance(other, StepScaling) and (
+                other.mode == "gradient" or type(other) is type(self)
+            ):
+                raise InvalidInputError(
+                    f"{type(other).__name__} already scales the steps of this optimizer, and "
+                    f"{type(self).__name__} would measure what it leaves: call its remove() first "
+                    "(to clip and scale, pass max_norm)"
+                )
+
     def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
         self._undo()  # a step that raised never reached its post-hook
         if any(a is not None for a in (*args[1:], kwargs.get("closure"))):
@@ -165,7 +185,7 @@ class StepScaling(OptimizerWrapper):
                 multiplier if gradient_factor is None else gradient_factor * multiplier
             )
         if gradient_factor is not None:
-            multiply_(gradients, gradient_factor)
+            self._scale_gradients(optimizer, gradients, gradient_factor)
         if self.mode == "update":
             self._scale_update(optimizer, parameters, multiplier)
 
@@ -192,25 +212,39 @@ class StepScaling(OptimizerWrapper):
             for parameter in parameters:
                 parameter.grad = None
             return False
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            flag = (~finite).to(torch.float32)
-            self._set_found_inf = found_inf is None
-            optimizer.found_inf = flag  # type: ignore[attr-defined]
+        if _is_fused(optimizer, parameters):
+            self._set_for_kernel(optimizer, "found_inf", (~finite).to(torch.float32))
         elif found_inf is None:
             zero_where_(gradients, ~finite)
         return True
+
+    def _scale_gradients(
+        self, optimizer: Optimizer, gradients: list[Tensor], factor: Tensor
+    ) -> None:
+        if not _is_fused(optimizer, gradients):
+            multiply_(gradients, factor)
+            return
+        # The kernel divides by the loss scale anyway: scaling costs no pass of its own there.
+        loss_scale = getattr(optimizer, "grad_scale", None)
+        scale = factor.reciprocal() if loss_scale is None else loss_scale / factor
+        self._set_for_kernel(optimizer, "grad_scale", scale.to(torch.float32))
+
+    def _set_for_kernel(self, optimizer: Optimizer, name: str, value: Tensor) -> None:
+        """Hand a tensor to a fused kernel as GradScaler does, which takes its own ones back."""
+        if not hasattr(optimizer, name):
+            self._set_attributes.append(name)
+        setattr(optimizer, name, value)
 
     def _scale_update(
         self, optimizer: Optimizer, parameters: list[torch.nn.Parameter], multiplier: Tensor
     ) -> None:
         devices = {parameter.device for parameter in parameters}
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and len(devices) == 1
         if devices == {torch.device("cpu")}:
             self._own_rates = [group["lr"] for group in optimizer.param_groups]
             factor = float(multiplier)
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
-        elif fused:
+        elif _is_fused(optimizer, parameters):
             self._own_rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = multiplier * group["lr"]
@@ -231,10 +265,10 @@ class StepScaling(OptimizerWrapper):
             group["lr"] = rate
         for parameter, gradient in self._hidden_gradients:
             parameter.grad = gradient
-        if self._set_found_inf:
-            del self.optimizer.found_inf  # type: ignore[attr-defined]
+        for name in self._set_attributes:
+            delattr(self.optimizer, name)
         self._own_rates, self._hidden_gradients, self._before_update = [], [], []
-        self._update_factor, self._set_found_inf = None, False
+        self._update_factor, self._set_attributes = None, []
 
     def _save_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {**state_dict, self.state_key: self.scaling_state()}
@@ -242,6 +276,12 @@ class StepScaling(OptimizerWrapper):
     def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if self.state_key in state_dict:
             self.load_scaling_state(state_dict[self.state_key])
+
+
+def _is_fused(optimizer: Optimizer, tensors: Sequence[Tensor]) -> bool:
+    """Whether a kernel takes loss scale, overflow flag and rate as tensors of one device."""
+    one_device = len({tensor.device for tensor in tensors}) == 1
+    return one_device and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
