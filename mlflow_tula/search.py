@@ -55,7 +55,6 @@ ENOUGH = 0.01
 _DRAWS = 256
 _Z90 = 1.645
 _MEASURED_NOISE = 0.02
-_FIRST_SHARE = 1 / 3
 OUTLINE = 3
 
 
@@ -121,9 +120,13 @@ class PartialSearch:
         """Take the candidates; see the class for the rest."""
         self.candidates = _checked(candidates)
         self.time_budget_s = _budget(time_budget_s)
-        self.max_local_batch_size = max_local_batch_size
         if max_local_batch_size is not None:
-            check_int("max_local_batch_size", max_local_batch_size)
+            bound = check_int("max_local_batch_size", max_local_batch_size)
+            self.candidates = tuple(p for p in self.candidates if p.local_batch_size <= bound)
+            if not self.candidates:
+                raise InvalidInputError(
+                    f"no candidate has a local batch size of at most max_local_batch_size = {bound}"
+                )
         self.convergence = convergence
         self.min_probes = check_int("min_probes", min_probes)
         self.reason = ""
@@ -153,10 +156,11 @@ class PartialSearch:
     ) -> Probe | None:
         """Ends and middle of the first world size, ends of the last and the middle one."""
         groups = self._groups(answers)
-        for number in dict.fromkeys((0, len(groups) - 1, len(groups) // 2)):
+        for number in dict.fromkeys((0, len(groups) - 1, len(groups) // 2) if groups else ()):
             group = groups[number]
             where = f"world size {group[0].world_size}"
-            found = _end(table, group, answers, left_s)
+            # The first world size leaves time for the others, the last one need not.
+            found = _end(table, group, answers, left_s and left_s / (3 if number == 0 else 2))
             if found is not None:
                 probe, what = found
             else:
@@ -169,22 +173,14 @@ class PartialSearch:
         """Candidates by layout, without those behind a wall that are not yet answered."""
         walls = _walls(answers)
         groups: dict[tuple[int, int, int], list[Probe]] = {}
-        bound = self.max_local_batch_size
         for probe in self.candidates:
-            groups.setdefault(probe.layout, [])
-            within = bound is None or probe.local_batch_size <= bound
             walled = any(
                 world <= probe.world_size and size <= probe.local_batch_size
                 for world, size in walls
             )
-            if probe in answers or (within and not walled):
-                groups[probe.layout].append(probe)
-        kept = [group for group in groups.values() if group]
-        if not kept:
-            raise InvalidInputError(
-                f"no candidate has a local batch size of at most max_local_batch_size = {bound}"
-            )
-        return kept
+            if probe in answers or not walled:
+                groups.setdefault(probe.layout, []).append(probe)
+        return list(groups.values())
 
     def _worth_most(
         self, table: ProfileTable, answers: Mapping[Probe, str], left_s: float | None
@@ -324,7 +320,7 @@ def _smooth_normals(sizes: Floats) -> Floats:
 
 
 def _end(
-    table: ProfileTable, group: Sequence[Probe], answers: Mapping[Probe, str], left_s: float | None
+    table: ProfileTable, group: Sequence[Probe], answers: Mapping[Probe, str], most_s: float | None
 ) -> tuple[Probe, str] | None:
     """The smallest size that runs, then one well above it, halving after each that does not."""
     running = [i for i, probe in enumerate(group) if answers.get(probe) == "ok"]
@@ -340,8 +336,8 @@ def _end(
     if not options:
         return None
     goal = (group[last].local_batch_size * options[-1].local_batch_size) ** 0.5
-    if left_s is not None:
-        options = [p for p in options if expected_probe_time_s(table, p) <= _FIRST_SHARE * left_s]
+    if most_s is not None:
+        options = [p for p in options if expected_probe_time_s(table, p) <= most_s]
         if not options:
             return None
     nearest = min(options, key=lambda p: abs(np.log(p.local_batch_size / goal)))

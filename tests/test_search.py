@@ -117,7 +117,7 @@ def test_nothing_larger_than_the_memory_estimate_is_probed() -> None:
     table = run(PartialSearch(probes((1, 2)), max_local_batch_size=100))
     assert max(row.local_batch_size for row in table.measurements) <= 64
     with pytest.raises(InvalidInputError, match="at most max_local_batch_size = 4"):
-        run(PartialSearch(probes(), max_local_batch_size=4))
+        PartialSearch(probes(), max_local_batch_size=4)
 
 
 def test_what_ran_out_of_memory_is_walked_down_from() -> None:
@@ -127,6 +127,13 @@ def test_what_ran_out_of_memory_is_walked_down_from() -> None:
     oom = {row.local_batch_size for row in table.measurements if row.status == "oom"}
     assert len(oom) <= 4
     assert not oom & set(tried(table, 2)), "what did not fit on one rank was tried on two"
+
+
+def test_candidates_that_are_all_behind_a_wall_end_the_search() -> None:
+    rows = [measured(Probe(local_batch_size=8)), measured(Probe(local_batch_size=16), "oom")]
+    search = PartialSearch(probes(sizes=(32, 64)))
+    assert search.next_probe(EMPTY.with_rows(rows), 0.0) is None
+    assert search.reason
 
 
 def test_the_smallest_may_fail_where_a_larger_one_runs() -> None:
