@@ -61,22 +61,16 @@ def gradient_variability(
 ) -> float | None:
     """D after a sequence of norms; None with fewer than two usable ones.
 
-    A norm that is not finite leaves the state untouched; a change from zero counts as none.
+    A norm that is not finite or is zero leaves the state untouched, as in adaptive gradient
+    scaling: it tells of no relative change.
     """
-    previous: float | None = None
-    variability: float | None = None
+    previous = variability = torch.tensor(math.nan, dtype=torch.float64)
     for norm in norms:
-        if not math.isfinite(norm):
-            continue
-        if previous is not None and previous > 0:
-            change = abs(norm - previous) / previous
-            variability = (
-                change
-                if variability is None
-                else (1 - smoothing) * variability + smoothing * change
-            )
-        previous = norm
-    return variability
+        if math.isfinite(norm) and norm > 0:
+            now = torch.tensor(norm, dtype=torch.float64)
+            variability = next_variability(previous, now, variability, smoothing=smoothing)
+            previous = now
+    return None if variability.isnan() else float(variability)
 
 
 def noise_scale(
