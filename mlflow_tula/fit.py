@@ -50,7 +50,7 @@ def fit(
     report = FitReport(
         step_time_form=step_time.form,
         memory_form=memory.form,
-        convergence_form="" if convergence is None else convergence.form,
+        convergence_form="" if convergence is None else convergence.summary,
         step_time_mape=step_time.leave_one_out_mape,
         memory_mape=memory.leave_one_out_mape,
         convergence_mape=None if convergence is None else convergence.leave_one_out_mape,

@@ -159,6 +159,20 @@ class ConvergencePredictor:
         )
         return math.exp(total)
 
+    @property
+    def summary(self) -> str:
+        """The form in words, for reports."""
+        if self.form == "scavenger":
+            return f"scavenger: {self.floor_epochs:.3g} + {self.theta:.3g} / sqrt(batch)"
+        falling = sum(
+            weight
+            for process in self.processes
+            for weight, small in zip(process.weights, process.small_batch_sizes, strict=True)
+            if small > 0
+        )
+        text = f"{self.form}: critical batch size about {self.critical_batch_size:.3g}"
+        return text + (", more epochs for small batches too" if falling > 0.5 else "")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types with `schema_version`."""
         return {

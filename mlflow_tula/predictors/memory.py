@@ -37,6 +37,11 @@ PRIOR_STEPS = 4.0
 JUMP = 1.4
 """Room beyond the probes for one more choice of workspace (VGG11 on an A100: 1.4 times the line);
 a CPU makes none."""
+GLOO_COPIES = 1.5
+"""Gradients copied on a CPU, by DDP's buckets and by gloo: between 0.5 of them (resident, where a
+small batch left room) and 2 (allocated); ResNet18, two ranks, torch 2.14."""
+COPY_SPREAD = 0.4
+"""Relative spread of a copy that was counted, not measured."""
 UNKNOWN_SHARE = 0.5
 """Share of a single reading that is taken to grow with the batch; its interval is all of it."""
 UNKNOWN_COPY = 0.25
@@ -191,13 +196,21 @@ def _points(table: ProfileTable) -> tuple[Array, Array, Array]:
     copies = np.array([float(many[size] - alone[size]) for size in alone if size in many])
     copy = max(float(np.median(copies)), 0.0) if len(copies) else None
     if copy is None:
-        copy = float(table.workload.gradient_bytes or 0)
+        copy = _counted_copy(table) or 0.0
     points = {size: float(peak) for size, peak in alone.items()}
     for size, peak in many.items():
         # never less than half of what was seen: the copy may be a guess
         points.setdefault(size, max(peak - copy, 0.5 * peak))
     sizes = sorted(points)
     return np.array(sizes, float), np.array([points[size] for size in sizes]), copies
+
+
+def _counted_copy(table: ProfileTable) -> float | None:
+    """Bytes of DDP's copy from the number of parameters, or None where it is not known."""
+    if table.workload.gradient_bytes is None:
+        return None
+    copies = GLOO_COPIES if table.hardware.device_type == "cpu" else 1.0
+    return copies * table.workload.gradient_bytes
 
 
 def _copy(
@@ -207,9 +220,9 @@ def _copy(
     if len(copies):
         copy = max(float(np.median(copies)), 0.0)
         return {"copy_bytes": copy, "copy_sd_bytes": float(np.std(copies)) + 0.05 * copy}
-    if table.workload.gradient_bytes is not None:
-        copy = float(table.workload.gradient_bytes)
-        return {"copy_bytes": copy, "copy_sd_bytes": 0.25 * copy}
+    counted = _counted_copy(table)
+    if counted is not None:
+        return {"copy_bytes": counted, "copy_sd_bytes": COPY_SPREAD * counted}
     only_many = not _readings(table.ok, False)
     if not len(sizes) or only_many:
         return {"copy_bytes": 0.0, "copy_sd_bytes": 0.0}
@@ -298,6 +311,10 @@ def _errors(sizes: Array, peaks: Array, rows: Sequence[Measurement]) -> dict[str
             squares += float(np.sum(np.log(np.array(seen) / np.mean(seen)) ** 2))
             count += len(seen) - 1
     down, up, steps = PRIOR_STEPS * DOWN_SD**2, PRIOR_STEPS * UP_SD**2, PRIOR_STEPS
+    # readings that fall from one size to the next tell of noise: their difference has it twice
+    falls = np.maximum(np.log(peaks[:-1] / peaks[1:]), 0.0) if len(peaks) else np.zeros(0)
+    if falls.any():
+        squares, count = squares + float(falls @ falls) / 2, count + len(falls)
     for index in range(2, len(sizes)):
         params = _curve(sizes[:index], peaks[:index], None, None)
         if not params["identified"]:
