@@ -200,9 +200,7 @@ def step_values(
     return out, share, doubt
 
 
-def compute_deviation(
-    params: Mapping[str, Any], batch: Array, nodes: Array, devices: Array, doubt: Array
-) -> Array:
+def compute_deviation(params: Mapping[str, Any], batch: Array, doubt: Array) -> Array:
     """Standard deviation of log compute: distance from the measured sizes, and the forms."""
     spread = params["spread"]
     sizes = np.log2(np.asarray(params["compute"]["sizes"], float))
@@ -213,16 +211,8 @@ def compute_deviation(
     gap = np.maximum(sizes[above] - sizes[below], TINY)
     bridge = np.clip((place - sizes[below]) * (sizes[above] - place) / gap, 0.0, None)
     beyond = np.maximum(np.maximum(place - sizes[-1], sizes[0] - place), 0.0)
-    base = params["base"]["nodes"] * params["base"]["devices_per_node"]
-    fewer = np.log2(np.maximum(base / (nodes * devices), 1.0))
-    return np.asarray(
-        np.sqrt(
-            spread["bridge_sd"] ** 2 * bridge
-            + (spread["beyond_sd"] * beyond) ** 2
-            + (spread["fewer_sd"] * fewer) ** 2
-            + doubt**2
-        )
-    )
+    variance = spread["bridge_sd"] ** 2 * bridge + (spread["beyond_sd"] * beyond) ** 2 + doubt**2
+    return np.asarray(np.sqrt(variance))
 
 
 def sync_deviation(params: Mapping[str, Any], nodes: Array, devices: Array) -> Array:
@@ -275,10 +265,14 @@ def step_time(
         (local_batch_size, nodes, devices_per_node, accumulation_steps),
         (np.ones_like(shift), 1.0 / shift, shift),
     )
-    compute = compute_deviation(params, local_batch_size, nodes, devices_per_node, doubt)
+    compute = compute_deviation(params, local_batch_size, doubt)
     own = half * np.hypot((1.0 - share) * compute, spread["noise_sd"])
+    # fewer ranks than any that was measured can only be faster
+    base = params["base"]["nodes"] * params["base"]["devices_per_node"]
+    fewer = np.log2(np.maximum(base / (nodes * devices_per_node), 1.0))
+    down = np.hypot(own, half * spread["fewer_sd"] * fewer)
     with np.errstate(over="ignore"):
-        lower = value * np.exp(-np.hypot(own, np.log(value / low)))
+        lower = value * np.exp(-np.hypot(down, np.log(value / low)))
         upper = value * np.exp(np.hypot(own, np.log(high / value)))
     return value, lower, upper
 
