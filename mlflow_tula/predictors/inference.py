@@ -188,12 +188,15 @@ def _count_column(frame: pd.DataFrame, name: str) -> NDArray[np.int64]:
         values = np.asarray(column.to_numpy(), dtype=float)
     except (TypeError, ValueError) as error:
         raise ValueError(f"column {name!r} must hold whole numbers") from error
-    bad = ~(np.isfinite(values) & (values >= 1) & (values <= MAX_COUNT) & (values % 1 == 0))
+    bad = ~(
+        np.isfinite(values) & (values >= 1) & (values <= MAX_COUNT) & (np.floor(values) == values)
+    )
     if column.dtype == bool or bad.any():
         row = int(np.argmax(bad))
+        value = column.iloc[row]
+        value = value.item() if hasattr(value, "item") else value
         raise ValueError(
-            f"{name} must be a whole number from 1 to {MAX_COUNT}, not "
-            f"{column.iloc[row]!r} (row {row + 1})"
+            f"{name} must be a whole number from 1 to {MAX_COUNT}, not {value!r} (row {row + 1})"
         )
     return values.astype(np.int64)
 
