@@ -124,7 +124,7 @@ def train(
     Raises:
         InvalidInputError: the request is wrong, or the checkpoint belongs to another training.
         TrainingError: a rank failed; names it and its reason. The last checkpoint is kept.
-        KeyboardInterrupt: and whatever else SIGINT and SIGTERM do here, after a checkpoint.
+        KeyboardInterrupt: and whatever else SIGINT, SIGTERM or SIGHUP do here, after a checkpoint.
     """
     folder = Path(output_dir).absolute()
     request = TrainRequest(
@@ -278,7 +278,9 @@ def _outcome(group: RankGroup, output_dir: Path) -> TrainResult:
         with contextlib.suppress(OSError):
             shutil.copy(group.folder / "log.txt", output_dir / LOG_NAME)
         raise _as_error(error.failure, output_dir) from error
-    document = group.results()[0].get("result") if group.results() else None
+    # Every rank reports the same; on a further node they are not numbered from 0.
+    reports = sorted(group.folder.glob("result-rank*.json"))
+    document = json.loads(reports[0].read_text())["result"] if reports else None
     if document is None:
         raise TrainingError(
             "training was stopped by a signal to its ranks; the same call resumes from the "
@@ -326,7 +328,10 @@ class _EventReader:
 
 @contextmanager
 def _signals_kept() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of dying of them; only the main thread can."""
+    """Collect what asks this process to end, instead of dying of it; only the main thread can.
+
+    A signal that the caller ignores (SIGHUP under nohup) stays ignored.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -335,7 +340,8 @@ def _signals_kept() -> Iterator[list[int]]:
     def remember(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    known = [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    numbers = [number for number in known if number and signal.getsignal(number) != signal.SIG_IGN]
     before = [signal.signal(number, remember) for number in numbers]
     try:
         yield received

@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +330,27 @@ def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
         assert new.gradient_norm == pytest.approx(old.gradient_norm, rel=1e-3)
         # The whole test split, no sample twice: at most one near a border may flip.
         assert new.test_accuracy == pytest.approx(old.test_accuracy, abs=1.5 / 359)
+
+
+@pytest.mark.slow
+@TWO_RANKS
+@pytest.mark.timeout(180)
+def test_two_nodes_train_as_two_ranks_of_one_do(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{free.getsockname()[1]}"
+    plan = BatchPlan.of(64, nodes=2)
+
+    def node(rank: int) -> TrainResult:
+        folder = tmp_path / "nodes"
+        return train(small_job(), plan, epochs=1, output_dir=folder, node_rank=rank, master=master)
+
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(node, (0, 1)))
+    assert results[0].weights_digest == results[1].weights_digest
+    together = BatchPlan.of(64, devices_per_node=2)
+    local = train(small_job(), together, epochs=1, output_dir=tmp_path / "local")
+    assert local.train_loss == pytest.approx(results[0].train_loss, rel=1e-5)
 
 
 @pytest.mark.slow

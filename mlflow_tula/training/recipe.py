@@ -84,8 +84,10 @@ class Recipe:
     def _clip(self) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).detach()
-        if self._schedule.clip_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._schedule.clip_norm, norm)
+        limit = self._schedule.clip_norm
+        # On a CPU a look at the norm is free, and a pass over all gradients (times 1.0) is not.
+        if limit > 0 and not (norm.device.type == "cpu" and norm.item() <= limit):
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)
         return norm
 
     def _follow(self, norm: Tensor) -> None:

@@ -54,6 +54,7 @@ def main() -> None:
         state = load_checkpoint(setup.folder, identity=setup.identity)
         if state is not None:
             loop.resume(state)
+        del state  # as large as model and optimizer together
         result = loop.run()
     report({"result": None if result is None else result.to_dict()})
 
