@@ -108,10 +108,8 @@ def check_candidates(
     candidates: Sequence[object], *, world_sizes: Sequence[int], dataset_size: int
 ) -> list[int]:
     """Sorted global batch sizes that at least one of the world sizes divides, or raise."""
-    if isinstance(candidates, str | bytes) or not len(candidates):
-        raise InvalidInputError(
-            f"candidates must be a non-empty list of global batch sizes, not {candidates!r}"
-        )
+    if not len(candidates):
+        raise InvalidInputError("candidates must be a non-empty list of global batch sizes")
     sizes = []
     for candidate in candidates:
         size = check_global_batch_size(candidate, dataset_size=dataset_size)

@@ -59,6 +59,8 @@ class Request:
                 check_int(name, getattr(self, name))
         if not self.clusters or not all(isinstance(c, ClusterSpec) for c in self.clusters):
             raise InvalidInputError("cluster must be a ClusterSpec or a non-empty list of them")
+        if len({(c.nodes, c.devices_per_node) for c in self.clusters}) < len(self.clusters):
+            raise InvalidInputError("clusters must differ in nodes or devices_per_node")
         if self.to_target and self.bundle.convergence is None:
             raise InvalidInputError(
                 f"objective {self.objective} needs convergence data: fit the bundle with a table "
@@ -107,11 +109,18 @@ class Request:
         return "cost_to_target_usd" if self.to_target else "cost_usd"
 
 
+def listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    """`values` as a tuple; a string or a single value is refused."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidInputError(f"{name} must be a non-empty list, not {values!r}")
+    return tuple(values)
+
+
 def make_curve(request: Request) -> tuple[CurvePoint, ...]:
     """Every candidate on every cluster with its predictions, smaller worlds and batches first."""
     sizes = _global_sizes(request)
     points: list[CurvePoint] = []
-    for cluster in sorted(set(request.clusters), key=lambda c: (c.world_size, c.nodes)):
+    for cluster in sorted(request.clusters, key=lambda c: (c.world_size, c.nodes)):
         here = [size for size in sizes if size % cluster.world_size == 0]
         if request.candidates is None:
             here = _default_sizes(request, cluster)
@@ -149,7 +158,7 @@ def _default_sizes(request: Request, cluster: ClusterSpec) -> list[int]:
     return sorted(sizes)
 
 
-def _layouts(request: Request, cluster: ClusterSpec, sizes: Iterable[int]) -> list[tuple[int, int]]:
+def _layouts(request: Request, cluster: ClusterSpec, sizes: Sequence[int]) -> list[tuple[int, int]]:
     """(local batch size, accumulation steps) of each global size, accumulation where it must."""
     world, steps = cluster.world_size, request.accumulation_steps
     if steps is not None:
@@ -157,16 +166,20 @@ def _layouts(request: Request, cluster: ClusterSpec, sizes: Iterable[int]) -> li
     layouts = [(size // world, 1) for size in sizes]
     if request.candidates is None:
         return layouts
-    found = []
-    for point in _predict(request, cluster, layouts):
-        local, best = point.local_batch_size, (point.local_batch_size, 1)
-        if not point.fits:
-            options = [(local // d, d) for d in divisors(local, largest=MAX_ACCUMULATION_STEPS)]
-            fitting = [p for p in _predict(request, cluster, options[1:]) if p.fits]
-            if fitting:
-                best = (fitting[0].local_batch_size, fitting[0].accumulation_steps)
-        found.append(best)
-    return found
+    too_large = [p.local_batch_size for p in _predict(request, cluster, layouts) if not p.fits]
+    options = [
+        (local // steps, steps)
+        for local in too_large
+        for steps in divisors(local, largest=MAX_ACCUMULATION_STEPS)[1:]
+    ]
+    for point in reversed(_predict(request, cluster, options)):
+        if point.fits:  # the fewest steps come last, and stay
+            per_rank = point.local_batch_size * point.accumulation_steps
+            layouts[sizes.index(per_rank * world)] = (
+                point.local_batch_size,
+                point.accumulation_steps,
+            )
+    return layouts
 
 
 def _predict(

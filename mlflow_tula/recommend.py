@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlflow_tula.curve import Request, limits, make_curve
+from mlflow_tula.curve import Request, limits, listed, make_curve
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.knee import (
     DEFAULT_RULE,
@@ -78,8 +78,8 @@ def recommend(
     """
     request = Request(
         bundle=bundle,
-        clusters=(cluster,) if isinstance(cluster, ClusterSpec) else tuple(cluster),
-        candidates=None if candidates is None else tuple(candidates),
+        clusters=(cluster,) if isinstance(cluster, ClusterSpec) else listed("cluster", cluster),
+        candidates=None if candidates is None else listed("candidates", candidates),
         objective=objective,
         epochs=epochs,
         deadline_s=deadline_s,

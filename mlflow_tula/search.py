@@ -219,7 +219,7 @@ class PartialSearch:
             )
             return best[1]
         if not open_probes:
-            self.reason = "every candidate was measured"
+            self.reason = "every candidate that can run was measured"
         elif too_long:
             self.reason = f"the time budget: {too_long} probes worth their time do not fit in it"
         else:

@@ -78,8 +78,6 @@ def test_candidates_must_suit_one_of_the_world_sizes() -> None:
         check_candidates([4, 7], world_sizes=[2, 4], dataset_size=100)
     with pytest.raises(InvalidInputError, match="non-empty list of global batch sizes"):
         check_candidates([], world_sizes=[1], dataset_size=100)
-    with pytest.raises(InvalidInputError, match="non-empty list of global batch sizes"):
-        check_candidates("128", world_sizes=[1], dataset_size=1000)
 
 
 @given(number=st.integers(1, 5000))
