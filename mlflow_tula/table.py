@@ -195,7 +195,7 @@ class ProfileTable:
             raise TableError(f"the table has {len(frame)} rows; at most {MAX_ROWS} are read")
         rows = []
         for number, record in enumerate(frame.to_dict("records"), start=1):
-            present = {str(k): _plain(v) for k, v in record.items() if not _is_missing(v)}
+            present = {str(k): _plain(v) for k, v in record.items() if not is_missing(v)}
             try:
                 rows.append(Measurement(**present))
             except TypeError as error:
@@ -274,9 +274,11 @@ def check_document(data: object, *, kind: str, version: int) -> None:
         )
 
 
-def _is_missing(value: object) -> bool:
-    """None, NaN, NaT (which differ from themselves) and empty cells."""
-    return value is None or value != value or value == ""
+def is_missing(value: object) -> bool:
+    """None, NaN, NaT (which differ from themselves), pandas.NA and empty cells."""
+    if value is None or type(value).__name__ == "NAType":
+        return True
+    return bool(value != value or value == "")
 
 
 def _plain(value: Any) -> Any:

@@ -327,6 +327,13 @@ def test_other_columns_are_left_alone():
     assert ConvergencePredictor.fit(frame) == ConvergencePredictor.fit(RESNET_RCP)
 
 
+def test_missing_cells_of_any_kind_are_not_known():
+    plain = RESNET_RCP.assign(std=np.nan, runs_total=np.nan)
+    for empty in (None, pd.NA, ""):
+        table = RESNET_RCP.astype(object).assign(std=empty, runs_total=empty)
+        assert ConvergencePredictor.fit(table) == ConvergencePredictor.fit(plain)
+
+
 def test_not_a_frame_and_doubled_columns_are_refused():
     with pytest.raises(TableError, match="needs a pandas DataFrame, not list"):
         ConvergencePredictor.fit([1, 2])

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlflow_tula.errors import InvalidInputError, TableError
 from mlflow_tula.specs import check_int, check_real
-from mlflow_tula.table import MAX_ROWS
+from mlflow_tula.table import MAX_ROWS, is_missing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,7 +60,7 @@ def read_rows(frame: pd.DataFrame) -> list[ConvergenceRow]:
     columns = [name for name in COLUMNS if name in names]
     rows = []
     for number, record in enumerate(frame[columns].to_dict("records"), start=1):
-        present = {str(k): v for k, v in record.items() if not (v is None or v != v or v == "")}
+        present = {str(k): v for k, v in record.items() if not is_missing(v)}
         try:
             rows.append(_read_row(present))
         except InvalidInputError as error:
