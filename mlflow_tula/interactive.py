@@ -64,8 +64,10 @@ def save_html(
 
 def _range(lines: Sequence[Overlay], quantity: str, factor: float, limit: float) -> dict[str, Any]:
     """Room for the lines; a wide band may run out of the panel. Step time is logarithmic."""
-    parts = [rows[quantity] for line in lines for rows in (line.predicted, line.measured)]
-    values = [float(value) * factor for part in parts for value in part if value == value]
+    parts = [
+        rows[quantity].astype(float) for line in lines for rows in (line.predicted, line.measured)
+    ]
+    values = [value * factor for part in parts for value in part if value == value]
     if quantity == "step_time_s":
         low, high = log10(min(values) / 1.5), log10(max(values) * 1.5)
         return {"type": "log", "range": [low, high], "dtick": "D2"}

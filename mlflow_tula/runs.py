@@ -27,7 +27,13 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 
-from mlflow_tula.stores import DEFAULT_EXPERIMENT, check_store, ensure_experiment, store_errors
+from mlflow_tula.stores import (
+    DEFAULT_EXPERIMENT,
+    check_store,
+    ensure_experiment,
+    masked,
+    store_errors,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +72,7 @@ class Run:
         for name, value in params.items():
             if value is None:
                 continue
-            key, text = PREFIX + _clean(name), str(value)
+            key, text = PREFIX + _clean(name), masked(value)
             if len(text) > MAX_PARAM:
                 where = f"params/{_clean(name)}.txt"
                 self.client.log_text(self.run_id, text, where)

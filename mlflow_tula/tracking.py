@@ -67,18 +67,36 @@ class ProbeLogger:
         if measurement is None or getattr(event, "kind", "") != "probe_finished":
             return
         try:
-            self.log(measurement, step_times_s=getattr(event, "step_times_s", None) or ())
+            details = dict(getattr(event, "details", None) or {})
+            self.log(measurement, step_times_s=details.pop("step_times_s", ()), details=details)
         except Exception as error:
             _logger.warning("a probe could not be logged to MLflow yet: %s", error)
 
-    def log(self, row: Measurement, *, step_times_s: Sequence[float] = ()) -> str:
-        """Log one probe and return its run's id."""
-        run_id = _log_probe(self.run, row, step_times_s)
+    def log(
+        self,
+        row: Measurement,
+        *,
+        step_times_s: Sequence[float] = (),
+        details: Mapping[str, object] | None = None,
+    ) -> str:
+        """Log one probe and return its run's id.
+
+        Args:
+            row: what was measured.
+            step_times_s: each step's time, drawn over the steps.
+            details: what a row has no column for; numbers become metrics, words tags.
+        """
+        run_id = _log_probe(self.run, row, step_times_s, details or {})
         self.logged.append(row)
         return run_id
 
 
-def _log_probe(run: Run, row: Measurement, step_times_s: Sequence[float]) -> str:
+def _log_probe(
+    run: Run,
+    row: Measurement,
+    step_times_s: Sequence[float] = (),
+    details: Mapping[str, object] | None = None,
+) -> str:
     """A nested run: what was asked, every number, each step's time, and how it ended."""
     client, now = run.client, int(time.time() * 1000)
     asked = {name: getattr(row, name) for name in (*_COUNTS, "global_batch_size")}
@@ -94,13 +112,19 @@ def _log_probe(run: Run, row: Measurement, step_times_s: Sequence[float]) -> str
     metrics: list[tuple[str, object, int]] = [(key, value, 0) for key, value in asked.items()]
     numbers = {key: value for key, value in row.to_dict().items() if key not in asked}
     metrics += [(key, value, 0) for key, value in numbers.items()]
-    metrics += [("each/step_time_s", value, step) for step, value in enumerate(step_times_s)]
+    metrics += [("each/step_time_s", value, step) for step, value in enumerate(step_times_s, 1)]
+    metrics += [(f"details/{key}", value, 0) for key, value in (details or {}).items()]
+    words = {key: value for key, value in (details or {}).items() if isinstance(value, str)}
     log_batch(
         client,
         run_id,
         metrics=metrics,
         params={PREFIX + key: str(value) for key, value in asked.items()},
-        tags={"tula.status": row.status, "tula.reason": row.reason[:500] or None},
+        tags={
+            **{f"tula.{key}": value[:500] for key, value in words.items()},
+            "tula.status": row.status,
+            "tula.reason": row.reason[:500] or None,
+        },
     )
     with store_errors("close a probe"):
         client.set_terminated(run_id, status="FINISHED" if row.status == "ok" else "FAILED")
@@ -177,7 +201,7 @@ def log_profile(
         if row in logged:
             logged.remove(row)
         else:
-            _log_probe(run, row, ())
+            _log_probe(run, row)
     pairs = overlays(table, bundle) if bundle is not None else ()
     run.log(
         metrics=[*_curve_metrics(pairs), *_summary(table, bundle, recommendation)],

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 import socket
 import sqlite3
 import subprocess
@@ -46,6 +45,8 @@ def test_a_new_sqlite_store_is_initialised(clean_mlflow):
     assert check_store() == f"sqlite:///{clean_mlflow / 'mlflow.db'}"
     assert store_exists()
     assert MlflowClient().search_experiments()
+    ensure_experiment()
+    assert {path.name for path in clean_mlflow.iterdir()} <= {"mlflow.db", "mlruns"}
 
 
 def test_looking_into_a_store_that_is_not_there_makes_none(clean_mlflow):
@@ -56,9 +57,9 @@ def test_looking_into_a_store_that_is_not_there_makes_none(clean_mlflow):
 def test_an_old_mlruns_folder_names_the_way_out(clean_mlflow):
     (clean_mlflow / "mlruns" / "0").mkdir(parents=True)
     (clean_mlflow / "mlruns" / "0" / "meta.yaml").write_text("artifact_location: x\n")
-    with pytest.raises(StoreError, match="mlflow migrate-filestore --source .* --target sqlite:"):
+    with pytest.raises(StoreError, match=r"mlflow migrate-filestore --source .* --target sqlite:"):
         check_store()
-    with pytest.raises(StoreError, match="MLFLOW_TRACKING_URI=sqlite:///mlflow.db"):
+    with pytest.raises(StoreError, match=r"MLFLOW_TRACKING_URI=sqlite:///mlflow.db"):
         check_store(write=False)
 
 
@@ -73,7 +74,7 @@ def test_a_store_that_cannot_be_written(below, clean_mlflow, monkeypatch):
     (clean_mlflow / "a_file").write_text("")
     (clean_mlflow / "a_folder").mkdir()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{clean_mlflow / below}")
-    with pytest.raises(StoreError, match="cannot be written: .*MLFLOW_TRACKING_URI"):
+    with pytest.raises(StoreError, match=r"cannot be written: .*MLFLOW_TRACKING_URI"):
         check_store()
 
 
@@ -95,7 +96,7 @@ def test_a_store_of_another_mlflow_version_says_how_to_upgrade(store):
 def test_a_dead_server_fails_at_once_and_keeps_the_password(clean_mlflow, monkeypatch, free_port):
     uri = f"http://me:hunter2@127.0.0.1:{free_port}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    with pytest.raises(StoreError, match="connection refused.*mlflow server") as caught:
+    with pytest.raises(StoreError, match=r"connection refused.*mlflow server") as caught:
         check_store()
     assert "hunter2" not in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -126,9 +127,9 @@ def test_a_registry_elsewhere_is_checked_as_well(store, monkeypatch, free_port):
 
 
 def test_errors_of_the_store_become_one_line(store):
-    with pytest.raises(StoreError, match=r"cannot count sheep: first line; set MLFLOW") as caught:
-        with store_errors("count sheep"):
-            raise MlflowException("first line\nsecond line")
+    pattern = "^cannot count sheep: first line; set MLFLOW_TRACKING_URI [^\n]*$"
+    with pytest.raises(StoreError, match=pattern) as caught, store_errors("count sheep"):
+        raise MlflowException("first line\nsecond line")
     assert isinstance(caught.value.__cause__, MlflowException)
 
 
@@ -192,10 +193,3 @@ def test_eight_processes_on_an_empty_folder_all_succeed(clean_mlflow):
     assert [code for _, code in ends] == [0] * 8, "\n".join(text[-2000:] for text, _ in ends)
     mlflow.set_tracking_uri(f"sqlite:///{clean_mlflow / 'mlflow.db'}")
     assert len(mlflow.search_runs(experiment_names=["race"])) == 8
-
-
-def test_no_stray_files_are_left_beside_the_store(clean_mlflow):
-    check_store()
-    ensure_experiment()
-    assert {path.name for path in clean_mlflow.iterdir()} <= {"mlflow.db", "mlruns"}
-    shutil.rmtree(clean_mlflow / "mlruns", ignore_errors=True)

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlflow_tula import interactive, plots
+from mlflow_tula.overlays import overlays
+from mlflow_tula.panels import byte_unit, time_unit
+from mlflow_tula.recommend import recommend
+from mlflow_tula.specs import ClusterSpec, Pricing
+
+pytestmark = pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")
+
+
+@pytest.fixture(scope="module")
+def clusters():
+    return [ClusterSpec(), ClusterSpec(devices_per_node=2)]
+
+
+@pytest.fixture(scope="module")
+def choice(bundle, clusters):
+    return recommend(bundle, cluster=clusters)
+
+
+@pytest.fixture(scope="module")
+def priced(bundle, clusters):
+    return recommend(bundle, cluster=clusters, pricing=Pricing(usd_per_gb_hour=0.15))
+
+
+def texts(figure):
+    """Every text that is drawn: titles, labels, ticks, notes and the key."""
+    import matplotlib.text
+
+    figure.canvas.draw()
+    return [one.get_text() for one in figure.findobj(matplotlib.text.Text) if one.get_text()]
+
+
+def test_the_overview_has_units_limit_key_and_choice(table, bundle, choice):
+    shown = texts(plots.overview(table, bundle, choice))
+    for text in (
+        "step time, s",
+        "epoch time, s",
+        "peak memory of a rank, GB",
+        "throughput, samples / s",
+        "global batch size, samples",
+        "limit 8.6 GB",
+        "1 device",
+        "2 devices",
+        "90 % interval",
+        "did not run",
+        "the choice",
+    ):
+        assert text in shown, text
+    assert any(choice.headline in text for text in shown)
+
+
+def test_with_a_price_the_trade_off_is_drawn(table, bundle, priced):
+    shown = texts(plots.overview(table, bundle, priced))
+    assert "cost, US dollars" in shown
+    assert any(text.startswith("time (") and text.endswith(", s") for text in shown)
+
+
+def test_a_stated_memory_limit_is_drawn(table, bundle):
+    shown = texts(plots.memory(table, bundle, memory_limit_bytes=3e9))
+    assert "limit 3.0 GB" in shown
+
+
+@pytest.mark.parametrize("name", ["step_time", "epoch_time", "memory", "residuals"])
+def test_every_panel_is_a_figure_of_its_own(name, table, bundle, tmp_path):
+    figure = getattr(plots, name)(table, bundle)
+    plots.save_png(figure, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    axes = figure.axes[0]
+    assert axes.get_xscale() == "log"
+    assert axes.get_xlabel()
+    assert axes.get_ylabel()
+    ticks = [int(label.get_text().replace(",", "")) for label in axes.get_xticklabels()]
+    assert all(tick & (tick - 1) == 0 for tick in ticks)
+    assert 3 <= len(ticks) <= 12
+
+
+def test_measured_points_are_drawn_where_they_were_measured(table, bundle):
+    axes = plots.residuals(table, bundle).axes[0]
+    points = {
+        (float(x), round(float(y), 6))
+        for line in axes.lines
+        if line.get_marker() not in {"None", None, ""}
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    }
+    names = ["local_batch_size", "nodes", "devices_per_node", "accumulation_steps"]
+    rows = [row for row in table.measurements if row.status == "ok"]
+    frame = table.to_frame().query("status == 'ok'")[names]
+    predicted = bundle.predict(frame)["step_time_s"]
+    expected = {
+        (float(row.global_batch_size), round(100 * (p / row.step_time_s - 1), 6))
+        for row, p in zip(rows, predicted, strict=True)
+    }
+    assert points == expected
+
+
+def test_the_pareto_front_is_joined_and_starred(priced):
+    axes = plots.pareto(priced).axes[0]
+    stars = [line for line in axes.lines if line.get_marker() == "*"]
+    assert len(stars) == 1
+    assert stars[0].get_ydata()[0] == pytest.approx(priced.choice.cost_usd)
+
+
+def test_a_table_without_memory_or_with_one_row_is_drawn(table, tmp_path):
+    from mlflow_tula.fit import fit
+
+    row = replace(table.ok[0], peak_memory_bytes=None, step_time_std_s=None)
+    one = replace(table, measurements=(row,), links=())
+    plots.save_png(plots.overview(one, fit(one)), tmp_path / "one.png")
+    assert (tmp_path / "one.png").stat().st_size > 10_000
+    interactive.save_html(tmp_path / "one.html", one, fit(one))
+
+
+def test_overlays_stop_at_four_times_the_largest_probe_and_at_the_dataset(table, bundle):
+    small, large = overlays(table, bundle)
+    assert (small.name, large.name) == ("1x1", "1x2")
+    assert (small.label, large.label) == ("1 device", "2 devices")
+    assert small.predicted["local_batch_size"].max() == 1024
+    tiny = replace(table, workload=replace(table.workload, dataset_size=300))
+    assert overlays(tiny, bundle)[0].predicted["local_batch_size"].max() <= 300
+    assert [row.local_batch_size for row in large.failed] == [512]
+    assert np.isfinite(large.measured["error"].astype(float)).all()
+
+
+def test_accumulation_is_a_layout_of_its_own(table, bundle):
+    rows = (*table.measurements, replace(table.ok[0], accumulation_steps=4, step_time_s=1.5))
+    names = [pair.name for pair in overlays(replace(table, measurements=rows), bundle)]
+    assert names == ["1x1", "1x1a4", "1x2"]
+
+
+def test_the_page_opens_offline(table, bundle, choice, tmp_path):
+    interactive.save_html(tmp_path / "page.html", table, bundle, choice)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert not re.search(r"<(script|link)[^>]+(src|href)=[\"']?(https?:)?//", page)
+    assert "2 devices, measured" in page
+    assert "epoch time" in page
+    assert str(choice.global_batch_size) in page
+
+
+@given(st.floats(1e-7, 1e7))
+def test_times_have_a_unit_that_people_can_read(seconds):
+    factor, unit = time_unit([seconds])
+    assert unit in {"µs", "ms", "s", "min", "h"}
+    assert seconds * factor >= 0.05 or unit == "µs"
+    assert seconds * factor <= 1000 or unit == "h"
+
+
+def test_units_of_nothing():
+    assert time_unit([]) == (1.0, "s")
+    assert byte_unit([float("nan"), 5e8]) == (1e-6, "MB")
+
+
+def test_figures_leave_nothing_global_and_need_no_display():
+    code = "import sys, mlflow_tula.plots as p; p._figure(1, 1, width=3.0, height=2.0);"
+    code += "sys.exit(bool({'matplotlib.pyplot', 'torch', 'mlflow'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+
+from mlflow_tula import tracking
+from mlflow_tula.descriptions import describe_profile
+from mlflow_tula.predictors.bundle import PredictorBundle
+from mlflow_tula.recommend import recommend
+from mlflow_tula.recommendation import Recommendation
+from mlflow_tula.registry import register
+from mlflow_tula.specs import ClusterSpec, Pricing
+from mlflow_tula.table import ProfileTable
+from mlflow_tula.tracking import ProbeLogger, log_profile, log_registration, start_run
+
+pytestmark = pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")
+
+
+@pytest.fixture(scope="module")
+def choice(bundle):
+    clusters = [ClusterSpec(), ClusterSpec(devices_per_node=2)]
+    return recommend(bundle, cluster=clusters, pricing=Pricing(usd_per_gb_hour=0.15))
+
+
+@pytest.fixture(scope="module")
+def logged(_empty_store, tmp_path_factory, table, bundle, choice):
+    """One logged profile, in a store that the tests of this module only read."""
+    path = tmp_path_factory.mktemp("logged") / "mlflow.db"
+    shutil.copy(_empty_store, path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(path.parent)
+        patched.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
+        with start_run("profile vgg11", command="profile") as run:
+            log_profile(run, table, bundle, choice, settings={"search": "partial", "seed": 0})
+        yield MlflowClient().get_run(run.run_id)
+
+
+def shown_table(run):
+    client = MlflowClient()
+    return client.load_table(
+        run.info.experiment_id, "profile_table.json", run_ids=[run.info.run_id]
+    )
+
+
+def artifact(run, name) -> Path:
+    return Path(mlflow.artifacts.download_artifacts(f"runs:/{run.info.run_id}/{name}"))
+
+
+def children(run):
+    found = MlflowClient().search_runs(
+        [run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"
+    )
+    return sorted(found, key=lambda child: child.info.run_name)
+
+
+def test_each_probe_is_a_nested_run_with_its_numbers(logged, table):
+    probes = children(logged)
+    assert len(probes) == len(table.measurements)
+    one = next(probe for probe in probes if probe.info.run_name == "probe 64 x 1 x 2")
+    row = next(r for r in table.ok if (r.local_batch_size, r.world_size) == (64, 2))
+    assert one.data.metrics["step_time_s"] == row.step_time_s
+    assert one.data.metrics["global_batch_size"] == 128
+    assert one.data.metrics["peak_memory_bytes"] == row.peak_memory_bytes
+    assert one.data.params["tula.local_batch_size"] == "64"
+    assert one.info.status == "FINISHED"
+
+
+def test_a_probe_that_did_not_run_keeps_its_reason(logged):
+    failed = [probe for probe in children(logged) if probe.info.status == "FAILED"]
+    assert [probe.data.tags["tula.status"] for probe in failed] == ["oom"]
+    assert failed[0].data.tags["tula.reason"] == "rank 1: cannot allocate memory"
+    assert "step_time_s" not in failed[0].data.metrics
+
+
+def test_curves_have_the_batch_size_on_the_x_axis(logged, table, bundle):
+    client, run_id = MlflowClient(), logged.info.run_id
+
+    def curve(name):
+        return {m.step: m.value for m in client.get_metric_history(run_id, name)}
+
+    measured = curve("step_time_s/1x2/measured")
+    rows = [row for row in table.ok if row.world_size == 2]
+    assert measured == {row.global_batch_size: row.step_time_s for row in rows}
+    predicted = curve("step_time_s/1x2/predicted")
+    assert set(measured) < set(predicted)
+    assert 512 * 2 in predicted
+    lower, upper = (curve(f"step_time_s/1x2/predicted_{end}") for end in ("lower", "upper"))
+    assert all(lower[size] <= predicted[size] <= upper[size] for size in predicted)
+    for quantity in tracking.CURVES:
+        assert curve(f"{quantity}/1x1/measured").keys() == {8, 16, 32, 64, 128, 256}
+        assert curve(f"{quantity}/1x1/predicted")
+    assert curve("throughput/1x1/measured")[64] == pytest.approx(64 / 0.985)
+
+
+def test_the_documents_round_trip(logged, table, bundle, choice):
+    def document(name):
+        return json.loads(artifact(logged, name).read_text())
+
+    assert ProfileTable.from_dict(document("profile.json")) == table
+    assert PredictorBundle.from_dict(document("bundle.json")) == bundle
+    assert Recommendation.from_dict(document("recommendation.json")) == choice
+    with artifact(logged, "profile_table.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(table.measurements)
+    shown = shown_table(logged)
+    assert list(shown["local_batch_size"]) == [row.local_batch_size for row in table.measurements]
+
+
+def test_the_table_is_the_runs_input_with_its_digest(logged, table):
+    dataset = logged.inputs.dataset_inputs[0].dataset
+    assert (dataset.name, dataset.digest) == (table.workload.slug, table.digest)
+
+
+def test_the_figures_are_there(logged):
+    assert artifact(logged, "figures/overview.png").read_bytes().startswith(b"\x89PNG")
+    assert artifact(logged, "figures/residuals.png").stat().st_size > 5_000
+    assert "plotly.js" in artifact(logged, "figures/overview.html").read_text()
+
+
+def test_tags_parameters_and_numbers_for_searches(logged, table, choice):
+    assert logged.data.tags["tula.fingerprint"] == table.hardware.fingerprint
+    assert logged.data.tags["tula.table_digest"] == table.digest
+    assert logged.data.tags["tula.torch_version"] == "2.14.0"
+    assert all(name.startswith("tula.") for name in logged.data.params)
+    assert logged.data.params["tula.search"] == "partial"
+    assert logged.data.params["tula.dataset_size"] == "1437"
+    assert logged.data.metrics["choice/global_batch_size"] == choice.global_batch_size
+    found = mlflow.search_runs(
+        experiment_names=["tula"], filter_string="metrics.`settings/dataset_size` > 1000"
+    )
+    assert list(found["run_id"]) == [logged.info.run_id]
+
+
+def test_the_description_begins_with_the_decision(logged, choice):
+    lines = logged.data.tags["mlflow.note.content"].splitlines()
+    assert lines[0].startswith(f"**Take global batch size {choice.global_batch_size:,} on ")
+    assert f"objective `{choice.objective}`" in lines[0]
+    assert any(line.startswith(f"| **{choice.global_batch_size:,}** |") for line in lines)
+    assert "- ask again: `tula recommend --model vgg11`" in lines
+
+
+def test_probes_logged_on_the_way_are_not_logged_twice(store, table, bundle):
+    with start_run("profile", command="profile") as run:
+        probes = ProbeLogger(run)
+        for number, row in enumerate(table.measurements):
+            event = SimpleNamespace(
+                kind="probe_finished" if number % 2 else "probe_started",
+                measurement=row,
+                details={"step_times_s": [1.0, 0.5], "stopped_by": "precision", "warm": 3},
+            )
+            probes(event)
+        log_profile(run, table, bundle, probes=probes)
+    runs = children(MlflowClient().get_run(run.run_id))
+    assert len(runs) == len(table.measurements)
+    watched = [one for one in runs if "each/step_time_s" in one.data.metrics]
+    assert len(watched) == len(table.measurements) // 2
+    steps = MlflowClient().get_metric_history(watched[0].info.run_id, "each/step_time_s")
+    assert [(m.step, m.value) for m in steps] == [(1, 1.0), (2, 0.5)]
+    assert watched[0].data.tags["tula.stopped_by"] == "precision"
+    assert watched[0].data.metrics["details/warm"] == 3
+
+
+def test_a_store_that_fails_does_not_stop_the_sweep(store, table, bundle, monkeypatch, caplog):
+    with start_run("profile", command="profile") as run:
+        probes = ProbeLogger(run)
+        with monkeypatch.context() as patched:
+            patched.setattr(run.client, "create_run", None)
+            probes(SimpleNamespace(kind="probe_finished", measurement=table.ok[0], details={}))
+        assert "could not be logged to MLflow yet" in caplog.text
+        log_profile(run, table, bundle, probes=probes)
+    assert len(children(MlflowClient().get_run(run.run_id))) == len(table.measurements)
+
+
+def test_an_interrupted_sweep_is_logged_without_a_fit(store, table):
+    few = replace(table, measurements=table.measurements[:2])
+    with start_run("profile", command="profile") as run:
+        run.interrupted = True
+        log_profile(run, few)
+    done = MlflowClient().get_run(run.run_id)
+    assert done.info.status == "KILLED"
+    assert done.data.tags["mlflow.note.content"].startswith("**No decision yet:** 2 measured")
+    assert len(children(done)) == 2
+
+
+def test_logging_again_after_a_resume_changes_no_table(store, table, bundle):
+    with start_run("profile", command="profile") as run:
+        log_profile(run, table, bundle)
+        log_profile(run, table, bundle, probes=None)
+    shown = shown_table(MlflowClient().get_run(run.run_id))
+    assert len(shown) == len(table.measurements)
+
+
+def test_the_registration_is_noted_on_the_run(store, table, bundle, choice):
+    with start_run("main", command="main") as run:
+        registered = register(bundle, table=table, run_id=run.run_id)
+        log_profile(run, table, bundle, choice, registered=registered)
+        log_registration(run, registered)
+        log_registration(run, registered)
+    done = MlflowClient().get_run(run.run_id)
+    assert done.data.tags["tula.registered_model"] == registered.name
+    assert done.data.tags["tula.gate"] == "promoted"
+    note = done.data.tags["mlflow.note.content"]
+    assert note.count(f"registered as `{registered.name}` version 1") == 1
+    assert note.index("registered as") < note.index("**Next**")
+
+
+def test_descriptions_tell_what_failed_and_fit_into_a_tag(table, bundle, choice):
+    text = describe_profile(table, bundle, choice, notes=["full search: 9 minutes"])
+    assert "1 out of memory" in text
+    assert "full search: 9 minutes" in text
+    assert len(text) < 4500
+
+
+def test_tracking_does_not_import_torch():
+    code = "import sys, mlflow_tula.tracking; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
