@@ -267,6 +267,8 @@ def test_json_round_trip(form):
         ({"epochs_to_target": [math.nan] * 10}, "damaged"),
         ({"reach_rates": []}, "damaged"),
         ({"form": "magic"}, "damaged"),
+        ({"run_variance": "x"}, "damaged"),
+        ({"centre": math.inf}, "damaged"),
         ({"surprise": 1}, "damaged"),
         ({"processes": [{}]}, "damaged"),
     ],

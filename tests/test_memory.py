@@ -315,6 +315,9 @@ def test_json_round_trip():
         ({"slope_bytes": -1.0}, "damaged"),
         ({"peak_bytes": [math.nan] * 8}, "damaged"),
         ({"probes": [{"size": 3}]}, "no field 'size'"),
+        ({"first_slope_bytes": "x"}, "damaged"),
+        ({"up_sd": None}, "damaged"),
+        ({"batch_sizes": [8.0] * 8}, "do not go together"),
         ({"surprise": 1}, "damaged"),
     ],
 )

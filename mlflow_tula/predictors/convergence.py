@@ -197,13 +197,23 @@ class ConvergencePredictor:
             )
             for name in _LISTS:
                 fields[name] = _floats(fields[name])
+            for name in _NUMBERS:
+                fields[name] = _floats([fields[name]])[0]
             fields["warnings"] = tuple(str(text) for text in fields.get("warnings", ()))
             made = cls(**fields)
         except (TypeError, ValueError, KeyError) as error:
             raise SchemaError(f"a {CONVERGENCE_KIND} document is damaged: {error}") from error
+        uneven = any(
+            len({len(getattr(one, name)) for name in _PROCESS_LISTS}) != 1 for one in made.processes
+        )
         lengths = {len(made.global_batch_sizes), len(made.epochs_to_target), len(made.variances)}
         numbers = (*made.global_batch_sizes, *made.epochs_to_target, *made.variances)
-        if made.form not in get_args(Form) or len(lengths) != 1 or min(numbers, default=0.0) <= 0:
+        if (
+            made.form not in get_args(Form)
+            or uneven
+            or len(lengths) != 1
+            or min(numbers, default=0.0) <= 0
+        ):
             raise SchemaError(f"a {CONVERGENCE_KIND} document is damaged: form or rows")
         if not made.reach_batch_sizes or len(made.reach_batch_sizes) != len(made.reach_rates):
             raise SchemaError(f"a {CONVERGENCE_KIND} document is damaged: reach_rates")
@@ -211,6 +221,7 @@ class ConvergencePredictor:
 
 
 _PROCESS_LISTS = ("weights", "critical_batch_sizes", "powers", "small_batch_sizes")
+_NUMBERS = ("run_variance", "centre", "floor_epochs", "theta", "log_sd")
 _LISTS = (
     "global_batch_sizes",
     "epochs_to_target",

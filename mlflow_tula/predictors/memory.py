@@ -6,6 +6,7 @@ The equation and the rules of feasibility stand in memory_formulas.py.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -147,14 +148,32 @@ class MemoryPredictor:
                 fields[name] = tuple(float(value) for value in fields[name])
             fields["probes"] = tuple(MemoryProbe.from_dict(one) for one in fields.get("probes", ()))
             fields["warnings"] = tuple(str(text) for text in fields.get("warnings", ()))
+            for name in _NUMBERS:
+                fields[name] = float(fields[name])
             made = cls(**fields)
-            numbers = (*made.batch_sizes, *made.peak_bytes, made.slope_bytes, made.limit_bytes)
+            numbers = (*made.batch_sizes, *made.peak_bytes, *(fields[name] for name in _NUMBERS))
             usable = all(math.isfinite(number) and number >= 0 for number in numbers)
         except (TypeError, ValueError, KeyError) as error:
             raise SchemaError(f"memory is damaged: {error}") from error
-        if not usable or len(made.batch_sizes) != len(made.peak_bytes):
+        rising = all(a < b for a, b in itertools.pairwise(made.batch_sizes))
+        if not usable or not rising or len(made.batch_sizes) != len(made.peak_bytes):
             raise SchemaError("memory is damaged: batch_sizes and peak_bytes do not go together")
         return made
+
+
+_NUMBERS = (
+    "slope_bytes",
+    "first_slope_bytes",
+    "bend_batch_size",
+    "bend_factor",
+    "relative_sd",
+    "down_sd",
+    "up_sd",
+    "jump",
+    "copy_bytes",
+    "copy_sd_bytes",
+    "limit_bytes",
+)
 
 
 def fit(
