@@ -9,14 +9,16 @@ so that `tula --help` answers at once.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
+import warnings
 from typing import Any
 
 import click
 
 from mlflow_tula import __version__
-from mlflow_tula.errors import TulaError
+from mlflow_tula.errors import TulaError, TulaWarning
 
 COMMANDS = {
     "main": "main_job",
@@ -77,6 +79,10 @@ def main(args: list[str] | None = None) -> None:
 
 def run(args: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    # Each is a field of the result as well, and stands in the table that people read.
+    warnings.simplefilter("ignore", TulaWarning)
+    # MLflow's own progress notes (migrations, input examples) would stand between the numbers.
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
     try:
         code = tula.main(args=args, prog_name="tula", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

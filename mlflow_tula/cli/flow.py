@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from mlflow_tula.predictors.bundle import PredictorBundle
     from mlflow_tula.recommend import Recommendation
-    from mlflow_tula.specs import HardwareSpec
     from mlflow_tula.table import ProfileTable
     from mlflow_tula.workloads.job import Job
 
@@ -67,6 +66,7 @@ def fit_table(table: ProfileTable, convergence: str | None, folder: Path) -> Pre
 
 def find_bundle(values: Values) -> tuple[PredictorBundle, str]:
     """The bundle to ask, and where it came from: a file, or the registry for this hardware."""
+    check_decision(values)
     if values["bundle"] is not None:
         return read_bundle(Path(values["bundle"])), values["bundle"]
     from mlflow_tula import registry
@@ -113,19 +113,13 @@ def make_recommendation(bundle: PredictorBundle, values: Values) -> Recommendati
     )
 
 
-def check_decision(values: Values, hardware: HardwareSpec, *, has_convergence: bool) -> None:
-    """Refuse before any work what `recommend` would refuse after minutes of profiling."""
+def check_decision(values: Values) -> None:
+    """Refuse at once what `recommend` would refuse after a look-up, or minutes of profiling."""
     from mlflow_tula.recommend import Objective
     from mlflow_tula.specs import check_choice
 
     objective = values["objective"]
     check_choice("objective", objective, Objective)
-    options.make_clusters(values, hardware)
-    if objective.endswith("_to_target") and not has_convergence:
-        raise InvalidInputError(
-            f"objective {objective} needs convergence data: give --convergence a CSV with the "
-            "columns global_batch_size and epochs_to_target, or choose knee, min_time or min_cost"
-        )
     priced = options.make_pricing(values) is not None
     if (objective.startswith("min_cost") or values["budget"] is not None) and not priced:
         raise InvalidInputError(
@@ -135,6 +129,16 @@ def check_decision(values: Values, hardware: HardwareSpec, *, has_convergence: b
     limited = values["deadline"] is not None or values["budget"] is not None
     if limited and values["epochs"] is None and not objective.endswith("_to_target"):
         raise InvalidInputError("--deadline and --budget need the length of the run: give --epochs")
+
+
+def check_convergence(values: Values) -> None:
+    """Refuse an objective that counts epochs to a target without data on them."""
+    objective = values["objective"]
+    if read_convergence(values["convergence"]) is None and objective.endswith("_to_target"):
+        raise InvalidInputError(
+            f"objective {objective} needs convergence data: give --convergence a CSV with the "
+            "columns global_batch_size and epochs_to_target, or choose knee, min_time or min_cost"
+        )
 
 
 def file_of(values: Values, option: str, name: str, job: Job) -> Path:

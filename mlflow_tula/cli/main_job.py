@@ -37,12 +37,12 @@ def command(as_json: bool, **values: Any) -> None:
     tula main --model vgg11
     mlflow run . -P model=vgg11        the same, as an MLflow project
     """
-    from mlflow_tula.cli.flow import check_decision, fit_table, read_convergence
+    from mlflow_tula.cli.flow import check_convergence, check_decision, fit_table
     from mlflow_tula.cli.sweep import profile_run
 
-    read_convergence(values["convergence"])
-    hardware = options.detect_hardware(values["device"])
-    check_decision(values, hardware, has_convergence=values["convergence"] is not None)
+    check_decision(values)
+    check_convergence(values)
+    options.make_clusters(values, options.detect_hardware(values["device"]))
     with profile_run("main", values) as sweep:
         table = sweep.measure()
         if not as_json:

@@ -121,12 +121,19 @@ class Sweep:
 
 @contextmanager
 def profile_run(command: str, values: Values) -> Iterator[Sweep]:
-    """Check names, machine and store, then open the run that a profile is logged to."""
+    """Check names, sizes, machine and store, then open the run that a profile is logged to."""
+    from mlflow_tula.probing.plan import candidates, check_batch_sizes, check_world_sizes
     from mlflow_tula.workloads.describe import describe
 
     job = options.make_job(values)
     hardware = options.detect_hardware(values["device"])
-    describe(job)
+    candidates(
+        describe(job),
+        check_world_sizes(values["world_sizes"] or "auto", hardware),
+        check_batch_sizes(values["batch_sizes"] or "auto"),
+        accumulation_steps=values["accumulation_steps"],
+        max_batch_size=values["max_batch_size"],
+    )
     options.use_store(values, write=True)
     from mlflow_tula.tracking import start_run
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from mlflow_tula.specs import Workload
 from mlflow_tula.workloads.datasets import Datasets, build_datasets
 from mlflow_tula.workloads.job import Job, import_path_name
+from mlflow_tula.workloads.losses import build_loss
 from mlflow_tula.workloads.models import build_model, has_batch_norm, num_parameters
+from mlflow_tula.workloads.optimizers import build_optimizer
 
 
 def describe(job: Job, datasets: Datasets | None = None) -> Workload:
@@ -16,6 +18,8 @@ def describe(job: Job, datasets: Datasets | None = None) -> Workload:
     """
     data = datasets or build_datasets(job)
     model = build_model(job, data.num_classes, image_size=data.image_size, device="meta")
+    build_loss(job)
+    build_optimizer(job, model.parameters())
     return Workload(
         model=job.model_name,
         dataset=job.dataset_name,
