@@ -31,9 +31,11 @@ BEND_FACTOR = 1.3
 """By how much it rises (VGG11 at 32x32: 0.83 MB a sample below, 1.15 above; docs/method.md)."""
 REPEAT_SD = 0.005
 """Relative spread of repeated readings where there are none (counted as two readings)."""
-DOWN_SD, UP_SD = 0.03, 0.05
+RESIDENT_SD = 0.015
+"""The same on a CPU, where a process's resident peak is read, not an allocator's counter."""
+DOWN_SD, UP_SD = 0.05, 0.05
 """Relative error per doubling beyond the probes, downwards and upwards (jumps of workspace)."""
-PRIOR_STEPS = 4.0
+PRIOR_STEPS = 8.0
 """How many left-out sizes that prior error is worth."""
 JUMP = 1.4
 """Room beyond the probes for one more choice of workspace (VGG11 on an A100: 1.4 times the line);
@@ -124,7 +126,7 @@ class MemoryPredictor:
         return cls(
             **curve,
             **_copy(table, copy, sizes, peaks, float(curve["slope_bytes"])),
-            **_errors(sizes, peaks, table.ok),
+            **_errors(table, sizes, peaks),
             jump=1.0 if table.hardware.device_type == "cpu" else JUMP,
             limit_bytes=float(table.hardware.device_memory_bytes),
             limit_is_shared=table.hardware.device_type == "cpu",
@@ -322,11 +324,12 @@ def _hinted_slope(
     return guess
 
 
-def _errors(sizes: Array, peaks: Array, rows: Sequence[Measurement]) -> dict[str, Any]:
+def _errors(table: ProfileTable, sizes: Array, peaks: Array) -> dict[str, Any]:
     """Spread of repeats, and of sizes predicted from the smaller ones, shrunk to the priors."""
-    squares, count = 2 * REPEAT_SD**2, 2.0
+    usual = RESIDENT_SD if table.hardware.device_type == "cpu" else REPEAT_SD
+    squares, count = 2 * usual**2, 2.0
     for many in (False, True):
-        for seen in _readings(rows, many).values():
+        for seen in _readings(table.ok, many).values():
             squares += float(np.sum(np.log(np.array(seen) / np.mean(seen)) ** 2))
             count += len(seen) - 1
     down, up, steps = PRIOR_STEPS * DOWN_SD**2, PRIOR_STEPS * UP_SD**2, PRIOR_STEPS
