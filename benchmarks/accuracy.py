@@ -49,8 +49,15 @@ from published import (
 )
 
 import mlflow_tula as tula
+from mlflow_tula.hardware import detect
 
 NODE_PLANS = ((1, 4, 16), (1, 2, 4), (1, 2))
+LEGEND = (
+    "Errors are absolute and relative to the truth, in percent; `covered` is the share of truths "
+    "inside the 90 % interval, `width` the median width of that interval over the truth; `line` is "
+    "the plain line and AdaptDL its own fit, both on the same probes; `fit ms` is the median wall "
+    "time of one fit."
+)
 SETTINGS = ["local_batch_size", "nodes", "devices_per_node"]
 
 
@@ -328,7 +335,10 @@ def report(data: Published, adaptdl: AdaptDL) -> list[tuple[str, pd.DataFrame]]:
 
 def markdown(tables: list[tuple[str, pd.DataFrame]]) -> str:
     """The tables as a section of the documentation."""
-    parts = [f"Made by `make accuracy` with Python {platform.python_version()}.\n"]
+    machine = detect()
+    made = f"Made by `make accuracy` on {machine.cpu_model} ({machine.cpu_cores} cores), "
+    made += f"Python {platform.python_version()}, numpy {np.__version__}."
+    parts = [f"{made}\n\n{LEGEND}\n"]
     for title, frame in tables:
         cells = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
         lines = ["| " + " | ".join(map(str, frame.columns)) + " |", "|---" * frame.shape[1] + "|"]

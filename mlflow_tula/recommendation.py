@@ -194,14 +194,9 @@ class Recommendation:
     def _table(self) -> list[str]:
         """Aligned rows around the choice; columns that hold nothing are left out."""
         shown = self._points_around()
-        header = [
-            "batch",
-            "local x acc x world",
-            "step ms",
-            "epoch s",
-            f"{self.level:.0%} interval",
-        ]
-        header += ["memory", "to target", "cost", "fits", ""]
+        header = ["batch", "local x acc x world", "step ms", "epoch s"]
+        header += [f"{self.level:.0%} interval", "memory", "time to target"]
+        header += [f"cost, {self.basis}", "fits", ""]
         rows = [header, *(self._cells(point) for point in shown)]
         columns = [
             column for column in zip(*rows, strict=True) if any(column[1:]) or column[0] == "batch"
