@@ -31,6 +31,8 @@ CHORD_WEIGHT, CHORD_SD = 0.45, 0.3
 """Weight of the last chord beyond the probes, and the error at which half of it is taken back."""
 ROBUST_ROWS, ROBUST_SEARCH = 6, 12
 """From so many sizes on, an outlier can be told from a bend; up to so many, each is suspected."""
+BEND_SD = 0.06
+"""Real curves stand so far from every form at times; only what is further off is an outlier."""
 LEAST_WEIGHT = 0.01
 
 
@@ -63,7 +65,7 @@ def fit_curve(points: Points) -> dict[str, Any]:
     if len(points.sizes) >= ROBUST_ROWS:
         for _ in range(8):
             rest = weights @ residuals
-            scale = max(MODEL_SD, 1.4826 * float(np.median(np.abs(rest))))
+            scale = max(BEND_SD, 1.4826 * float(np.median(np.abs(rest))))
             trust = 1.0 / (1.0 + (rest / (2.5 * scale)) ** 2)
             forms, residuals, weights = _pool(points, trust**2)
     kept = weights >= LEAST_WEIGHT * weights.max()

@@ -31,7 +31,7 @@ Array = NDArray[np.float64]
 
 NOISE_SD = 0.025
 BRIDGE_SD = 0.045
-BEYOND_SD = 0.055
+BEYOND_SD = 0.07
 FEWER_SD = 0.5
 DEGREES = 6.0
 """Errors of log step time on public tables (docs/method.md): of a repetition, per root of a

@@ -45,21 +45,19 @@ def compute_time(curve: Mapping[str, Any], batch: Array) -> tuple[Array, Array]:
     jump below them can mislead.
     """
     sizes, weights = (np.asarray(curve[name], float) for name in ("sizes", "weights"))
-    asked, back = np.unique(np.concatenate([sizes[:1], sizes[-1:], batch]), return_inverse=True)
-    forms = log_forms(curve, asked)
-    log_time = weights @ forms + np.interp(np.log(asked), np.log(sizes), curve["rest"])
-    first, last = back[0], back[1]
+    asked, back = np.unique(np.concatenate([sizes, batch]), return_inverse=True)
+    known, back = back[: len(sizes)], back[len(sizes) :]
+    forms, place = log_forms(curve, asked), np.log(asked)
+    log_time = weights @ forms + np.interp(place, place[known], curve["rest"])
     beyond = np.maximum(asked - sizes[-1], 0.0)
-    chord = np.log(np.exp(log_time[last]) + curve["chord_s"] * beyond)
+    chord = np.log(np.exp(log_time[known[-1]]) + curve["chord_s"] * beyond)
     share = curve["chord_weight"] * (beyond > 0)
-    # the forms' quarrel is about the way on from the nearest measured size, not about its level
-    anchor = np.where(beyond > 0, last, first)
-    ways = forms - forms[:, anchor]
+    # the forms' quarrel is about the way between and on from the measured sizes, not their level
+    ways = forms - np.array([np.interp(place, place[known], form[known]) for form in forms])
     doubt = np.sqrt(np.maximum(weights @ ways**2 - (weights @ ways) ** 2, 0.0))
     doubt = np.hypot(doubt, np.sqrt(share * (1 - share)) * np.abs(chord - log_time))
-    doubt[(asked >= sizes[0]) & (beyond <= 0)] = 0.0
     value = np.exp((1 - share) * log_time + share * chord)
-    return value[back[2:]], doubt[back[2:]]
+    return value[back], doubt[back]
 
 
 def link_time(link: Mapping[str, Any], message_bytes: float, count: Array) -> Array:

@@ -21,9 +21,10 @@ Counts = Literal["nodes", "devices"]
 
 POWERS = (1.0, 2.0, 4.0)
 """Overlap: 1 hides nothing (gloo with a rank per core), 4 is nearly the maximum of the two."""
-CONTENTION = (0.0, 0.04, 0.1, 0.25)
-"""Slower compute per doubling of a node's busy devices; each step back is a little less likely."""
-CONTENTION_PRIOR = 0.1
+CONTENTION = (0.0, 0.05, 0.12, 0.3, 0.6, 1.0, 1.5)
+"""Slower compute per doubling of a node's busy devices, little expected; ranks that share the cores
+of a CPU take twice as long each."""
+CONTENTION_PRIOR = 0.05
 MISFIT_SD, MISFIT_ROWS, HUBER = 0.05, 2.0, 0.15
 SMOOTHING = 0.75
 """Share of a level's distance from the growth law that is believed: the rest is noise."""
@@ -122,7 +123,7 @@ def fit_tier(tier: dict[str, Any], rows: SyncRows, slowdown: Array) -> tuple[dic
     ]
     count = float(rows.weights.sum()) + MISFIT_ROWS
     score = np.array([-0.5 * count * np.log(one[2]) for one in fits]).reshape(len(POWERS), -1)
-    score -= np.asarray(guesses) / CONTENTION_PRIOR
+    score -= np.log1p(np.asarray(guesses) / CONTENTION_PRIOR)
     posterior = np.exp(score - score.max())
     posterior /= posterior.sum()
     contention = float((posterior.sum(axis=0) * np.asarray(guesses)).sum())
