@@ -283,7 +283,7 @@ def _curve(
         "identified": True,
         "slope_bytes": slope,
         "first_slope_bytes": min(max(first, 0.0), float(peaks[0] / sizes[0])),
-        "bend_batch_size": min(2 * last, BEND_BATCH_SIZE),
+        "bend_batch_size": float(min(2 * last, BEND_BATCH_SIZE)),
         "bend_factor": factor,
         "form": "piecewise line" + (", bend expected beyond" if factor > 1.0 else ""),
     }
