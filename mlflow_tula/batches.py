@@ -105,15 +105,24 @@ def candidate_batch_sizes(
 
 
 def check_candidates(
-    candidates: Sequence[object], *, world_sizes: Sequence[int], dataset_size: int
+    candidates: Sequence[object],
+    *,
+    world_sizes: Sequence[int],
+    dataset_size: int,
+    accumulation_steps: int = 1,
 ) -> list[int]:
-    """Sorted global batch sizes that at least one of the world sizes divides, or raise."""
+    """Sorted global batch sizes, each divisible by the factors of one world size, or raise."""
     if not len(candidates):
         raise InvalidInputError("candidates must be a non-empty list of global batch sizes")
     sizes = []
     for candidate in candidates:
         size = check_global_batch_size(candidate, dataset_size=dataset_size)
-        if all(size % world for world in world_sizes):
-            check_global_batch_size(size, world_size=min(world_sizes), dataset_size=dataset_size)
+        if all(size % (world * accumulation_steps) for world in world_sizes):
+            split_global_batch_size(
+                size,
+                world_size=min(world_sizes),
+                accumulation_steps=accumulation_steps,
+                dataset_size=dataset_size,
+            )
         sizes.append(size)
     return sorted(set(sizes))

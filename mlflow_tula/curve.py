@@ -121,15 +121,26 @@ def make_curve(request: Request) -> tuple[CurvePoint, ...]:
     sizes = _global_sizes(request)
     points: list[CurvePoint] = []
     for cluster in sorted(request.clusters, key=lambda c: (c.world_size, c.nodes)):
-        here = [size for size in sizes if size % cluster.world_size == 0]
-        if request.candidates is None:
-            here = _default_sizes(request, cluster)
-        points += _predict(request, cluster, _layouts(request, cluster, here))
+        if sizes is not None:
+            here = [size for size in sizes if size % cluster.world_size == 0]
+            points += _predict(request, cluster, _layouts(request, cluster, here))
+            continue
+        near, smaller = _default_sizes(request, cluster)
+        found = _predict(request, cluster, _layouts(request, cluster, near))
+        if not any(point.fits for point in found):
+            found = _predict(request, cluster, _layouts(request, cluster, smaller)) + found
+        points += found
+    if not points:
+        raise InvalidInputError(
+            f"a dataset of {request.dataset_size} samples cannot feed "
+            f"{request.clusters[0].world_size} ranks with {request.accumulation_steps or 1} "
+            "accumulation steps: use fewer"
+        )
     return _mark_pareto(request, _apply_limits(request, points))
 
 
-def _global_sizes(request: Request) -> list[int]:
-    """The candidates that were asked for, checked; empty for the default."""
+def _global_sizes(request: Request) -> list[int] | None:
+    """The candidates that were asked for, checked; None for the default."""
     worlds = sorted({cluster.world_size for cluster in request.clusters})
     if request.dataset_size < worlds[0]:
         raise InvalidInputError(
@@ -137,25 +148,30 @@ def _global_sizes(request: Request) -> list[int]:
             "use fewer devices"
         )
     if request.candidates is None:
-        return []
+        return None
     return check_candidates(
-        request.candidates, world_sizes=worlds, dataset_size=request.dataset_size
+        request.candidates,
+        world_sizes=worlds,
+        dataset_size=request.dataset_size,
+        accumulation_steps=request.accumulation_steps or 1,
     )
 
 
-def _default_sizes(request: Request, cluster: ClusterSpec) -> list[int]:
-    """World size times powers of two, from a quarter of the smallest probe to 4x the largest."""
+def _default_sizes(request: Request, cluster: ClusterSpec) -> tuple[list[int], list[int]]:
+    """World size times powers of two, from a quarter of the smallest probe to 4x the largest.
+
+    Apart from them those that are smaller still, for the case that nothing else fits.
+    """
     probed = [local for local, _ in request.bundle.probed.ok]
-    steps = request.accumulation_steps or 1
-    world = cluster.world_size * steps
+    world = cluster.world_size * (request.accumulation_steps or 1)
     bound = min(request.dataset_size // world, BEYOND_PROBES * max(probed))
-    smallest = 2 ** max(0, math.floor(math.log2(min(probed) / BEYOND_PROBES)))
-    local = [2**k for k in range(48) if smallest <= 2**k <= bound] or ([bound] if bound else [])
-    sizes = {world * size for size in {*local, *(p for p in probed if p <= bound)}}
+    powers = [2**k for k in range(48) if 2**k <= bound]
+    smallest = min(probed) / BEYOND_PROBES
+    near = {world * size for size in (*powers, *probed) if smallest <= size <= bound}
     current = request.current
     if current is not None and current % world == 0 and current <= world * bound:
-        sizes.add(current)
-    return sorted(sizes)
+        near.add(current)
+    return sorted(near), [world * size for size in powers if size < smallest]
 
 
 def _layouts(request: Request, cluster: ClusterSpec, sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -195,7 +195,7 @@ class Recommendation:
         """Aligned rows around the choice; columns that hold nothing are left out."""
         shown = self._points_around()
         header = ["batch", "local x acc x world", "step ms", "epoch s"]
-        header += [f"{self.level:.0%} interval", "memory", "time to target"]
+        header += [f"{self.level:.0%} interval", "memory", "to target"]
         header += [f"cost, {self.basis}", "fits", ""]
         rows = [header, *(self._cells(point) for point in shown)]
         columns = [
