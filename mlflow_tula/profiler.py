@@ -66,6 +66,7 @@ def profile(
     max_batch_size: int | None = None,
     threads_per_rank: int | None = None,
     settings: ProbeSettings | None = None,
+    probe_timeout_s: float = 900.0,
     workload: Workload | None = None,
     on_event: Callable[[ProfileEvent], None] | None = None,
     output: Path | str | None = None,
@@ -95,6 +96,8 @@ def profile(
         max_batch_size: no larger local batch size is tried.
         threads_per_rank: OpenMP threads of each rank; None divides the cores among the ranks.
         settings: how a probe is measured, in full; replaces warmup_steps and max_steps.
+        probe_timeout_s: a probe without an answer for so long (and ten times what it should take)
+            is ended, and its row says so.
         workload: describes the job; None asks the ranks.
         on_event: called at each start and end of a probe, in this thread.
         output: JSON file of the table so far, replaced after each probe.
@@ -131,6 +134,7 @@ def profile(
             memory_limit_bytes=_limit(memory_limit_bytes),
             threads_per_rank=threads_per_rank,
             walk_down=sizes is None,
+            probe_timeout_s=check_real("probe_timeout_s", probe_timeout_s, strict=True),
         )
         with Sweep(request, on_event=on_event, output=_writable(output)) as sweep:
             try:

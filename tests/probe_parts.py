@@ -138,3 +138,22 @@ def plain_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)
+
+
+class OnlyAt16(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_net()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) == 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Workspace of 2.00 GiB")
+        return self.net(inputs)
+
+
+def oom_only_at_16() -> nn.Module:
+    return OnlyAt16()
+
+
+def hangs_on_rank_1() -> nn.Module:
+    return FailingNet("hang", rank=1, at_batch=16)

@@ -29,7 +29,8 @@ class ProfileEvent:
 
     `num_done` and `num_expected` count probes (the latter is a guess with partial search);
     `expected_remaining_s` is None until something was measured. `details` holds what a row does
-    not: warm-up steps, what stopped the trial, share of time waiting for a core.
+    not: warm-up steps and all others that were run (of both trials, where one was repeated), what
+    stopped the trial, share of time spent waiting for a core, graphs that torch.compile made.
     """
 
     kind: EventKind
@@ -58,3 +59,4 @@ class SweepRequest:
     memory_limit_bytes: int | None
     threads_per_rank: int | None
     walk_down: bool
+    probe_timeout_s: float

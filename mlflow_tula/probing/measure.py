@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 INPUT_BOUND_SHARE = 0.5
 """A step that waits for data longer than this share of its time is input-bound."""
-PROBE_TIMEOUT_S = 900.0
 LINK_BYTES = (2**20, 2**22, 2**24, 2**26)
 """All-reduce sizes of the link measurement; smaller ones tell little (METHOD.md section 9)."""
 _MAX_LINK_BYTES = 2**28
@@ -35,10 +34,9 @@ _SMALL_PROBE = 8
 class Measurer:
     """The ranks of each world size, and what they measure."""
 
-    def __init__(self, request: SweepRequest, *, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+    def __init__(self, request: SweepRequest) -> None:
         """Nothing is started yet."""
         self.request = request
-        self.timeout_s = timeout_s
         self.last_error: RankFailedError | None = None
         self._sessions: dict[int, ProbeSession] = {}
         self._best_cpu_ratio: dict[int, float] = {}
@@ -68,7 +66,7 @@ class Measurer:
                 return None
             try:
                 session = self._session(probe.world_size)
-                return session.estimate(size, timeout_s=self.timeout_s)
+                return session.estimate(size, timeout_s=self.request.probe_timeout_s)
             except RankFailedError as error:
                 logger.warning("no memory estimate for batch size %d: %s", size, error)
                 return None
@@ -84,7 +82,7 @@ class Measurer:
     def measure(self, table: ProfileTable, probe: Probe) -> tuple[Measurement, dict[str, Any]]:
         """One trial as a row, and what the row has no column for."""
         began = time.monotonic()
-        timeout_s = max(self.timeout_s, 10 * self.seconds(table, probe))
+        timeout_s = max(self.request.probe_timeout_s, 10 * self.seconds(table, probe))
         try:
             answer = self._session(probe.world_size).probe(probe, timeout_s=timeout_s)
         except RankFailedError as error:
@@ -118,7 +116,9 @@ class Measurer:
         gradient = table.workload.gradient_bytes or 0
         sizes = sorted({*LINK_BYTES, min(max(gradient, LINK_BYTES[0]), _MAX_LINK_BYTES)})
         try:
-            times = self._session(world_size).time_links(sizes, timeout_s=self.timeout_s)
+            times = self._session(world_size).time_links(
+                sizes, timeout_s=self.request.probe_timeout_s
+            )
         except RankFailedError as error:
             logger.warning("the link between %d ranks was not measured: %s", world_size, error)
             return ()

@@ -13,7 +13,7 @@
    their time without all-reduce is the compute time; the rest of the timed passes is sync.
 
 step time = median over steps, then the maximum over ranks; the same for its parts. Counted are
-`warmup_steps + num_steps` optimizer steps, `evaluation_passes` and `gradient_passes`.
+`optimizer_steps` = `warmup_steps + num_steps`, `evaluation_passes` and `gradient_passes`.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def run_probe(
     facts = {
         "warmup_steps": run.series.num_warmup,
         "num_steps": len(run.series.timed),
+        "optimizer_steps": len(run.series.seconds),
         "stopped_by": run.series.reason,
         "evaluation_passes": 1,
         "gradient_passes": run.gradient_passes,

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from mlflow_tula.errors import InvalidInputError
+from mlflow_tula.errors import InvalidInputError, StoreError
 from mlflow_tula.failures import RankFailure
 from mlflow_tula.launch import RankFailedError, RankGroup, timeout_failure
 from mlflow_tula.probes import Probe
@@ -34,7 +34,7 @@ START_TIMEOUT_S = 600.0
 PEER_TIMEOUT_S = 2.0
 """After one rank reported its failure, so long may the others take to end by themselves."""
 _POLL_S = 0.01
-_INPUT_ERRORS = ("InvalidInputError", "UnknownNameError", "TableError", "SchemaError", "StoreError")
+_INPUT_ERRORS = ("InvalidInputError", "UnknownNameError", "TableError", "SchemaError")
 
 
 class ProbeSession:
@@ -80,6 +80,7 @@ class ProbeSession:
 
         Raises:
             InvalidInputError: the job cannot be built; the ranks' own words.
+            StoreError: its data cannot be read; the ranks' own words.
             RankFailedError: the ranks ended or were not ready in time.
         """
         if self._group is None:
@@ -98,6 +99,8 @@ class ProbeSession:
         except RankFailedError as error:
             if error.failure.kind in _INPUT_ERRORS:
                 raise InvalidInputError(error.failure.message) from error
+            if error.failure.kind == "StoreError":
+                raise StoreError(error.failure.message) from error
             raise
         return Workload.from_dict(ready["workload"])
 

@@ -14,6 +14,7 @@ With accumulation the data and pass parts of all passes add up and only the last
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from mlflow_tula.workloads.loaders import build_loader, start_epoch
 from mlflow_tula.workloads.losses import build_loss
 from mlflow_tula.workloads.models import build_model
 from mlflow_tula.workloads.optimizers import build_optimizer
+
+logger = logging.getLogger(__name__)
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -193,19 +196,25 @@ class TrainingSteps:
     def split_passes(self) -> tuple[float, float] | None:
         """Gradient norms of half a batch and of the whole, at equal weights, no update.
 
-        None where a batch has no halves. An odd sample is left out.
+        None where a batch has no halves, or where a half batch does not run although the whole
+        one does (batch norm of one sample): that is no fault of the probe. An odd sample is left
+        out.
         """
         inputs, targets = next(self.batches)
         half = len(targets) // 2
         if half < 1 or not isinstance(inputs, Tensor):
             return None
         scale = self._scaler.get_scale()
-        self._backward(inputs[:half], targets[:half], share=1)
-        small = gradient_norm(self.parameters, scale=scale)
-        self._backward(inputs[half : 2 * half], targets[half : 2 * half], share=1)
-        whole = gradient_norm(self.parameters, scale=2 * scale)
-        self.optimizer.zero_grad(set_to_none=True)
-        return small, whole
+        try:
+            self._backward(inputs[:half], targets[:half], share=1)
+            small = gradient_norm(self.parameters, scale=scale)
+            self._backward(inputs[half : 2 * half], targets[half : 2 * half], share=1)
+            return small, gradient_norm(self.parameters, scale=2 * scale)
+        except Exception as error:
+            logger.info("no noise scale: a half batch of %d failed: %s", half, error)
+            return None
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _backward(self, inputs: Any, targets: Tensor, *, share: int | None = None) -> None:
         with self._precision():

@@ -26,6 +26,8 @@ REPEAT_SHARE = 0.5
 MAX_VAIN_REPEATS = 2
 """A machine that stayed busy through so many repeats will not be quiet for the next one."""
 
+_COUNTS = ("optimizer_steps", "evaluation_passes", "gradient_passes")
+
 
 class Sweep:
     """The state of one sweep: its table, its ranks and its clock."""
@@ -47,6 +49,7 @@ class Sweep:
         self._began = time.monotonic()
         self._num_done = 0
         self._vain_repeats = 0
+        self._left_out = 0
         self._candidates: list[Probe] = []
 
     def __enter__(self) -> Self:
@@ -95,15 +98,18 @@ class Sweep:
     def _next_probe(self) -> Probe | None:
         """What the search wants, less what would end after the time budget."""
         assert self.table is not None, "set by run()"
-        while self._unanswered():
+        while True:
+            if not self._unanswered():
+                budget = f"{self._left_out} would not fit in the time budget"
+                self.reason = budget if self._left_out else "every candidate was measured"
+                return None
             search = self._make_search()
             probe = search.next_probe(self.table, self.elapsed_s)
             self.reason = search.reason
             if probe is None or not self._too_slow(probe):
                 return probe
             self._candidates.remove(probe)
-            self.reason = "the remaining candidates would not fit in the time budget"
-        return None
+            self._left_out += 1
 
     def _make_search(self) -> Search:
         budget = self.request.time_budget_s
@@ -166,9 +172,10 @@ class Sweep:
         again, details_again = self._measurer.measure(self.table, probe)
         if details_again.get("contended"):
             self._vain_repeats += 1
+        counts = {key: details[key] + details_again.get(key, 0) for key in _COUNTS}
         if again.status == "ok" and (again.step_time_s or 0.0) < (row.step_time_s or 0.0):
             row, details = again, details_again
-        return row, details | {"repeated": True}
+        return row, details | counts | {"repeated": True}
 
     def _has_time_to_repeat(self, row: Measurement) -> bool:
         budget = self.request.time_budget_s
