@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import mlflow
 import mlflow.pyfunc
+from mlflow import MlflowClient
 from mlflow.models.model import Model, ModelInfo
 from mlflow.models.signature import ModelSignature
 from mlflow.types.schema import ColSpec, ParamSchema, ParamSpec, Schema, TensorSpec
@@ -38,6 +39,26 @@ _TYPES = {"int64": "long", "float64": "double", "bool": "boolean"}
 
 def log_predictor(bundle: PredictorBundle, table: ProfileTable, *, run_id: str) -> ModelInfo:
     """Log the bundle as an MLflow model of the run; nothing is registered yet."""
+    client = MlflowClient()
+    # Made here, in the run's experiment: MLflow would take the active one's, whichever that is.
+    entry = client.create_logged_model(
+        client.get_run(run_id).info.experiment_id,
+        name=MODEL_NAME,
+        source_run_id=run_id,
+        params={key: str(value) for key, value in bundle.workload.to_dict().items()},
+        tags=model_tags(bundle.workload, bundle.hardware),
+    )
+    try:
+        return _write_model(bundle, table, run_id=run_id, model_id=entry.model_id)
+    except BaseException:
+        client.finalize_logged_model(entry.model_id, "FAILED")
+        raise
+
+
+def _write_model(
+    bundle: PredictorBundle, table: ProfileTable, *, run_id: str, model_id: str
+) -> ModelInfo:
+    """Fill the logged model with the script and its artifacts."""
     with tempfile.TemporaryDirectory(prefix="tula-") as scratch:
         folder = Path(scratch)
         (folder / BUNDLE_FILE).write_text(_dumped(bundle.to_dict()), encoding="utf-8")
@@ -51,6 +72,7 @@ def log_predictor(bundle: PredictorBundle, table: ProfileTable, *, run_id: str) 
                 name=MODEL_NAME,
                 flavor=mlflow.pyfunc,
                 run_id=run_id,
+                model_id=model_id,
                 python_model=str(Path(__file__).with_name("pyfunc_model.py")),
                 artifacts={
                     "bundle": str(folder / BUNDLE_FILE),

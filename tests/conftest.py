@@ -80,9 +80,12 @@ def _empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mlflow import MlflowClient
 
     path = tmp_path_factory.mktemp("template") / "mlflow.db"
-    client = MlflowClient(f"sqlite:///{path}", f"sqlite:///{path}")
-    client.search_registered_models(max_results=1)
-    client.search_experiments(max_results=1)
+    with pytest.MonkeyPatch.context() as patched:
+        # The Default experiment's artifacts lie below the folder in which the store is made.
+        patched.chdir(path.parent)
+        client = MlflowClient(f"sqlite:///{path}", f"sqlite:///{path}")
+        client.search_registered_models(max_results=1)
+        client.search_experiments(max_results=1)
     return path
 
 

@@ -207,6 +207,12 @@ def test_the_model_is_logged_to_the_run_that_is_given_or_active(store, table, bu
     with mlflow.start_run(experiment_id=ensure_experiment("mine")) as active:
         assert register(bundle, table=table).run_id == active.info.run_id
     own = register(bundle, table=table, experiment="theirs").run_id
+    for run_id in (given, own):
+        made = client.get_logged_model(client.get_run(run_id).outputs.model_outputs[0].model_id)
+        assert made.experiment_id == client.get_run(run_id).info.experiment_id
+        assert made.source_run_id == run_id
+        assert made.status == "READY"
+        assert str(store.parent / "mlartifacts") in made.artifact_location
     assert client.get_run(own).info.status == "FINISHED"
     assert len(mlflow.search_runs(experiment_names=["theirs"])) == 1
 
