@@ -29,88 +29,37 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
+from claims import Case, Claim, interval
 from published import (
-    NUM_SAMPLES,
     Floats,
     Published,
     line_through,
+    markdown_section,
     node_tables,
     plain_line,
     single_device_curves,
     spread_probes,
-    tasks,
     to_table,
 )
+from regret import choices
 
 import mlflow_tula as tula
 from mlflow_tula.hardware import detect
 
 NODE_PLANS = ((1, 4, 16), (1, 2, 4), (1, 2))
-LEGEND = (
-    "Errors are absolute and relative to the truth, in percent; `covered` is the share of truths "
-    "inside the 90 % interval, `width` the median width of that interval over the truth; `line` is "
-    "the plain line and AdaptDL its own fit, both on the same probes; `fit ms` is the median wall "
-    "time of one fit."
-)
+LEGEND = """\
+Errors are absolute and relative to the truth, in percent; `covered` is the share of truths inside
+the 90 % interval, `width` the median width of that interval over the truth; `line` is the plain
+line and AdaptDL its own fit, both on the same probes; `fit ms` is the median wall time of one fit.
+Regret is the true time of the chosen size over the best, less one. Two choices show what noise
+leaves possible: `all known` has the true epoch times and a convergence curve fitted to every size;
+`measured again` is full search with other seeds (500 draws).
+"""
 SETTINGS = ["local_batch_size", "nodes", "devices_per_node"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One fit: what was left out, and what each method says about it."""
-
-    truth: Floats
-    value: Floats
-    lower: Floats
-    upper: Floats
-    line: Floats
-    fit_s: float
-    adaptdl: Floats | None = None
-    adaptdl_fit_s: float = np.nan
-
-
-@dataclass(kw_only=True, slots=True)
-class Claim:
-    """All cases of one kind, and their summary."""
-
-    name: str
-    cases: list[Case] = field(default_factory=list)
-
-    def row(self) -> dict[str, Any]:
-        """One line of the table; errors, coverage and width in percent, times in milliseconds."""
-        truth, value, lower, upper, line = (
-            np.concatenate([getattr(case, name) for case in self.cases])
-            for name in ("truth", "value", "lower", "upper", "line")
-        )
-        inside = (truth >= lower) & (truth <= upper)
-        row = {
-            "claim": self.name,
-            "n": len(truth),
-            **_errors("", truth, value),
-            "P90": np.percentile(100 * np.abs(value / truth - 1), 90),
-            "covered": 100 * inside.mean(),
-            "width": 100 * np.median((upper - lower) / truth),
-            **_errors("line ", truth, line),
-            "fit ms": 1e3 * np.median([case.fit_s for case in self.cases]),
-        }
-        theirs = [case for case in self.cases if case.adaptdl is not None]
-        if theirs:
-            known = np.concatenate([case.truth for case in theirs])
-            guess = np.concatenate([case.adaptdl for case in theirs if case.adaptdl is not None])
-            row |= _errors("AdaptDL ", known, guess)
-            row["AdaptDL fit ms"] = 1e3 * np.median([case.adaptdl_fit_s for case in theirs])
-        return row
-
-
-def _errors(prefix: str, truth: Floats, value: Floats) -> dict[str, float]:
-    error = 100 * np.abs(value / truth - 1)
-    return {f"{prefix}mean": float(error.mean()), f"{prefix}median": float(np.median(error))}
 
 
 class AdaptDL:
@@ -169,7 +118,7 @@ class StepTimes:
         guess, guess_s = theirs or self.adaptdl(train, test)
         return Case(
             truth=test.step_time_s.to_numpy(float),
-            **_interval(out, "step_time_s"),
+            **interval(out, "step_time_s"),
             line=self._line(train, test),
             fit_s=fit_s,
             adaptdl=guess,
@@ -184,11 +133,6 @@ class StepTimes:
             return np.c_[np.ones(len(frame)), frame.local_batch_size, frame.nodes > 1].astype(float)
 
         return np.asarray(columns(test) @ plain_line(columns(train), train.step_time_s.to_numpy()))
-
-
-def _interval(out: pd.DataFrame, name: str) -> dict[str, Floats]:
-    ends = {"value": name, "lower": f"{name}_lower", "upper": f"{name}_upper"}
-    return {key: out[column].to_numpy(float) for key, column in ends.items()}
 
 
 def step_time_claims(data: Published, steps: StepTimes) -> Iterator[Claim]:
@@ -249,7 +193,7 @@ def memory_claims(data: Published) -> Iterator[Claim]:
         claim.cases.append(
             Case(
                 truth=test.peak_memory_bytes.to_numpy(float),
-                **_interval(bundle.predict(test[["local_batch_size"]]), "peak_memory_bytes"),
+                **interval(bundle.predict(test[["local_batch_size"]]), "peak_memory_bytes"),
                 line=line_through(sizes_in, bytes_in, test.local_batch_size.to_numpy()),
                 fit_s=seconds,
             )
@@ -277,44 +221,12 @@ def convergence_claims(data: Published) -> Iterator[Claim]:
             (largest if i == len(known) - 1 else inside).cases.append(
                 Case(
                     truth=test.epochs_to_target.to_numpy(float),
-                    **_interval(out, "epochs_to_target"),
+                    **interval(out, "epochs_to_target"),
                     line=line_through(sizes, epochs, test.global_batch_size.to_numpy()),
                     fit_s=seconds,
                 )
             )
     yield from (inside, largest)
-
-
-def choices(data: Published) -> tuple[Claim, pd.DataFrame]:
-    """Time to target of unseen sizes, and one row a task with the regret of the choice."""
-    claim, rows = Claim(name="time to target, unseen size"), []
-    columns = ["global_batch_size", "epochs_to_target", "std", "runs_total", "runs_reached"]
-    for task in tasks(data):
-        frame, truth = task.frame, task.time_to_target_s
-        sizes = [int(size) for size in frame.global_batch_size]
-        probed = frame.global_batch_size.isin(spread_probes(sizes, 4)).to_numpy()
-        train = frame[probed]
-        start = time.perf_counter()
-        bundle = tula.fit(to_table(train, task.name), convergence=train[columns])
-        seconds = time.perf_counter() - start
-        out = bundle.predict(frame[["global_batch_size"]])
-        at = [train[name].to_numpy(float) for name in columns[:2]]
-        step = line_through(at[0], train.step_time_s.to_numpy(float), np.array(sizes))
-        line = step * NUM_SAMPLES / np.array(sizes) * line_through(at[0], at[1], np.array(sizes))
-        ends = {name: ends[~probed] for name, ends in _interval(out, "time_to_target_s").items()}
-        claim.cases.append(Case(truth=truth[~probed], **ends, line=line[~probed], fit_s=seconds))
-        choice = tula.recommend(
-            bundle,
-            cluster=tula.ClusterSpec(),
-            candidates=sizes,
-            objective="min_time_to_target",
-        )
-        chosen = sizes.index(choice.global_batch_size)
-        regrets = [100 * (truth[i] / truth.min() - 1) for i in (chosen, int(np.argmin(line)))]
-        best = sizes[int(np.argmin(truth))]
-        rows.append((f"{task.hardware} {task.name}", sizes[chosen], best, *regrets))
-    names = ["task", "chosen", "best", "regret", "line regret"]
-    return claim, pd.DataFrame(rows, columns=names)
 
 
 def report(data: Published, adaptdl: AdaptDL) -> list[tuple[str, pd.DataFrame]]:
@@ -326,31 +238,20 @@ def report(data: Published, adaptdl: AdaptDL) -> list[tuple[str, pd.DataFrame]]:
     rows = [claim.row() for claim in [*claims, to_target] if claim.cases]
     tables = [("Errors of the predictions, percent", pd.DataFrame(rows))]
     if len(tasks_chosen):
-        regrets = tasks_chosen[["regret", "line regret"]].agg(["mean", "median", "max"])
+        regrets = tasks_chosen.iloc[:, 3:].agg(["mean", "median", "max"])
         summary = regrets.rename_axis("of the tasks").reset_index()
         tables.append(("Regret of the recommended batch size, percent", summary))
         tables.append(("Regret by task, percent", tasks_chosen))
     return tables
 
 
-def markdown(tables: list[tuple[str, pd.DataFrame]]) -> str:
-    """The tables as a section of the documentation."""
+def preface() -> str:
+    """What made the tables, on what, and how to read them."""
     machine = detect()
-    made = f"Made by `make accuracy` on {machine.cpu_model} ({machine.cpu_cores} cores), "
-    made += f"Python {platform.python_version()}, numpy {np.__version__}."
-    parts = [f"{made}\n\n{LEGEND}\n"]
-    for title, frame in tables:
-        cells = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
-        lines = ["| " + " | ".join(map(str, frame.columns)) + " |", "|---" * frame.shape[1] + "|"]
-        lines += ["| " + " | ".join(row) + " |" for row in cells]
-        parts.append(f"## {title}\n\n" + "\n".join(lines) + "\n")
-    return "\n".join(parts)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float | np.floating):
-        return "" if np.isnan(value) else f"{value:.1f}"
-    return str(value)
+    return (
+        f"Made by `make accuracy` on {machine.cpu_model} ({machine.cpu_cores} cores), Python "
+        f"{platform.python_version()}, numpy {np.__version__}.\n\n{LEGEND}"
+    )
 
 
 def main() -> int:
@@ -366,7 +267,8 @@ def main() -> int:
         print(f"\n{title}\n")
         print(frame.to_string(index=False, float_format=lambda x: f"{x:.1f}", na_rep=""))
     if options.markdown:
-        options.markdown.write_text(markdown(tables), encoding="utf-8")
+        page = "\n".join([preface(), *(markdown_section(*table) for table in tables)])
+        options.markdown.write_text(page, encoding="utf-8")
     return 0
 
 

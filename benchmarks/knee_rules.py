@@ -1,6 +1,6 @@
 """Which knee rule leads to the smaller regret when the curve is only predicted.
 
-    python benchmarks/knee_rules.py --data FOLDER
+    python benchmarks/knee_rules.py --data FOLDER [--markdown FILE]
 
 For every published curve of at least six sizes (benchmarks/published.py) four probes are fitted and
 time per sample is predicted for all sizes; for tasks with known epochs to target the same with time
@@ -19,7 +19,15 @@ from typing import get_args
 
 import numpy as np
 import pandas as pd
-from published import Floats, Published, single_device_curves, spread_probes, tasks, to_table
+from published import (
+    Floats,
+    Published,
+    markdown_section,
+    single_device_curves,
+    spread_probes,
+    tasks,
+    to_table,
+)
 
 import mlflow_tula as tula
 from mlflow_tula.knee import KneeRule, knee
@@ -50,6 +58,7 @@ def main() -> None:
     """Read the folder and print one row a rule."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="folder of published CSVs")
+    parser.add_argument("--markdown", type=Path, help="write the table there")
     options = parser.parse_args()
     warnings.simplefilter("ignore", tula.errors.TulaWarning)
     rows = []
@@ -73,7 +82,10 @@ def main() -> None:
             "mean time above the best %": grouped["above best"].mean(),
         }
     )
-    print(table.to_string(float_format=lambda x: f"{x:.1f}"))
+    table = table.reset_index()
+    print(table.to_string(index=False, float_format=lambda x: f"{x:.1f}"))
+    if options.markdown:
+        options.markdown.write_text(markdown_section("Knee rules", table), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -168,3 +168,18 @@ def line_through(sizes: Floats, values: Floats, wanted: Floats) -> Floats:
     """The plain line `a + b x` at the wanted sizes."""
     coefficients = plain_line(np.c_[np.ones(len(sizes)), sizes], values)
     return np.asarray(coefficients[0] + coefficients[1] * np.asarray(wanted, float))
+
+
+def markdown_section(title: str, frame: pd.DataFrame) -> str:
+    """A titled table of the documentation, numbers with one decimal."""
+    cells = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
+    lines = ["| " + " | ".join(map(str, frame.columns)) + " |", "|---" * frame.shape[1] + "|"]
+    return (
+        f"## {title}\n\n" + "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)]) + "\n"
+    )
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float | np.floating):
+        return "" if np.isnan(value) else f"{value:.1f}"
+    return str(value)

@@ -1,6 +1,6 @@
 """Regret of the chosen batch size against the share of full search spent, for four probe orders.
 
-    python benchmarks/search_curve.py --data FOLDER [--plot FILE.png] [--max-sizes 12]
+    python benchmarks/search_curve.py --data FOLDER [--markdown FILE] [--plot PNG] [--max-sizes 12]
 
 Replays published curves (benchmarks/published.py says which files): a probe costs 20 steps of its
 measured time. After each probe the predictors are fitted to what was probed so far and a batch
@@ -26,7 +26,14 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from published import Floats, Published, single_device_curves, tasks, to_table
+from published import (
+    Floats,
+    Published,
+    markdown_section,
+    single_device_curves,
+    tasks,
+    to_table,
+)
 
 import mlflow_tula as tula
 from mlflow_tula.search import PartialSearch, Probe
@@ -167,16 +174,21 @@ def measure(data: Published, max_sizes: int) -> tuple[pd.DataFrame, pd.DataFrame
     )
 
 
-def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean and P90 regret of each order at each share; a curve without a probe yet counts as 100 %.
+def means(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mean regret of each order at each share, and the ninetieth percentile of adaptive search.
 
     Without any finished probe a person can only guess; the guess is charged with a doubled time.
     """
     charged = rows.assign(regret=rows.regret.fillna(100.0))
-    grouped = charged.groupby(["order", "share"]).regret
-    table = pd.DataFrame({"mean": grouped.mean(), "p90": grouped.quantile(0.9)}).unstack("order")
-    table.index = [f"{share:.0%}" for share in table.index]
-    return table.swaplevel(axis=1)[list(ORDERS)]
+    table = charged.groupby(["share", "order"]).regret.mean().unstack("order")[list(ORDERS)]
+    adaptive_rows = charged[charged.order == "adaptive"]
+    table["adaptive P90"] = adaptive_rows.groupby("share").regret.quantile(0.9)
+    shares = [f"{share:.0%}" for share in table.index]
+    return (
+        table.reset_index(drop=True)
+        .rename_axis(columns=None)
+        .assign(share=shares)[["share", *ORDERS, "adaptive P90"]]
+    )
 
 
 def plot(rows: pd.DataFrame, path: Path) -> None:
@@ -188,8 +200,8 @@ def plot(rows: pd.DataFrame, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name in ORDERS:
-        means = rows[rows.order == name].fillna({"regret": 100.0}).groupby("share").regret.mean()
-        axes.plot(100 * means.index, means, marker="o", label=name)
+        table = means(rows)
+        axes.plot(table.share.str.rstrip("%").astype(float), table[name], marker="o", label=name)
     axes.set(xlabel="share of full-search time spent, %", ylabel="mean regret, %", yscale="symlog")
     axes.legend()
     figure.savefig(path, dpi=150)
@@ -200,16 +212,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="folder of published CSVs")
     parser.add_argument("--plot", type=Path, help="write the figure there as PNG")
+    parser.add_argument("--markdown", type=Path, help="write the tables there")
     parser.add_argument("--max-sizes", type=int, default=12, help="thin longer curves to so many")
     options = parser.parse_args()
     warnings.simplefilter("ignore", tula.errors.TulaWarning)
     rows, stops = measure(Published.read(options.data), options.max_sizes)
-    print(f"regret % of the chosen size, {rows.curve.nunique()} curves\n")
-    print(summary(rows).to_string(float_format=lambda x: f"{x:.1f}"))
-    print("\nwhere adaptive search stopped by itself\n")
-    print(stops.to_string(index=False, float_format=lambda x: f"{x:.1f}"))
-    means = stops[["share %", "regret %"]].mean()
-    print(f"\nmean share {means.iloc[0]:.1f} %, mean regret {means.iloc[1]:.1f} %")
+    stops.loc[len(stops)] = ["mean", *stops.mean(numeric_only=True)]
+    tables = [
+        (f"Regret of the chosen size, percent, mean of {rows.curve.nunique()} curves", means(rows)),
+        ("Where adaptive search stopped by itself", stops),
+    ]
+    for title, frame in tables:
+        print(f"\n{title}\n")
+        print(frame.to_string(index=False, float_format=lambda x: f"{x:.1f}"))
+    if options.markdown:
+        page = "\n".join(markdown_section(*table) for table in tables)
+        options.markdown.write_text(page, encoding="utf-8")
     if options.plot:
         plot(rows, options.plot)
 
