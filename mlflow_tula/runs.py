@@ -159,7 +159,7 @@ def start_run(
         run = _open(name, experiment)
     status = "FAILED"
     try:
-        with _sigterm_raises():
+        with sigterm_raises():
             run.tag({**process_tags(), **git_tags(run), "tula.command": command, **(tags or {})})
             yield run
         status = "KILLED" if run.interrupted else "FINISHED"
@@ -202,7 +202,7 @@ def _close(status: str) -> None:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
+def sigterm_raises() -> Iterator[None]:
     """Turn SIGTERM (and a closed terminal) into SystemExit, so that blocks unwind and clean up."""
     if threading.current_thread() is not threading.main_thread():
         yield
