@@ -158,7 +158,7 @@ def _global_sizes(request: Request) -> list[int] | None:
 
 
 def _default_sizes(request: Request, cluster: ClusterSpec) -> tuple[list[int], list[int]]:
-    """World size times powers of two, from a quarter of the smallest probe to 4x the largest.
+    """World size times powers of two from the smallest probe to 4x the largest, and the probes.
 
     Apart from them those that are smaller still, for the case that nothing else fits.
     """
@@ -166,12 +166,11 @@ def _default_sizes(request: Request, cluster: ClusterSpec) -> tuple[list[int], l
     world = cluster.world_size * (request.accumulation_steps or 1)
     bound = min(request.dataset_size // world, BEYOND_PROBES * max(probed))
     powers = [2**k for k in range(48) if 2**k <= bound]
-    smallest = min(probed) / BEYOND_PROBES
-    near = {world * size for size in (*powers, *probed) if smallest <= size <= bound}
+    near = {world * size for size in (*powers, *probed) if min(probed) <= size <= bound}
     current = request.current
     if current is not None and current % world == 0 and current <= world * bound:
         near.add(current)
-    return sorted(near), [world * size for size in powers if size < smallest]
+    return sorted(near), [world * size for size in powers if size < min(probed)]
 
 
 def _layouts(request: Request, cluster: ClusterSpec, sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -236,7 +235,9 @@ def _point(request: Request, record: dict[Any, Any]) -> CurvePoint:
     for end in ("", "_lower", "_upper"):
         seconds = values.get(f"{source}{end}")
         values[f"time_s{end}"] = None if seconds is None else seconds * factor
-    return CurvePoint(**values)
+    world = int(values["nodes"]) * int(values["devices_per_node"])
+    measured = (int(values["local_batch_size"]), world) in request.bundle.probed.ok
+    return CurvePoint(**values, measured=measured)
 
 
 def _plain(value: Any) -> Any:

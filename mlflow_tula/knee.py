@@ -99,13 +99,15 @@ def choose_minimum(
     noise: npt.ArrayLike,
     *,
     current: Sequence[int] = (),
+    measured: npt.ArrayLike = False,
 ) -> Settled:
-    """The smallest value; ties go to the current choice, else to the first (smallest) candidate.
+    """The smallest value; ties go to the current choice, the measured ones, the smaller ones.
 
     Args:
         values: what is minimised, candidates in ascending order of devices and batch size.
         noise: each value's relative half interval (`relative_noise`).
         current: indices that stand for the current choice.
+        measured: which were measured: known to run, and their value is no guess.
 
     Two candidates tie when they differ by less than `TIE` and by less than their intervals leave
     open; the current choice stays until another gains more than the intervals leave open.
@@ -116,7 +118,8 @@ def choose_minimum(
     gap = np.log(times / times[best])
     tied = gap <= np.minimum(open_share, TIE)
     tied[best] = True
-    first = int(np.argmax(tied))
+    surest = tied & np.asarray(measured, bool)
+    first = int(np.argmax(surest if surest.any() else tied))
     kept = [i for i in current if gap[i] <= open_share[i]]
     if kept:
         index = min(kept, key=lambda i: (float(times[i]), i))

@@ -176,13 +176,14 @@ def _choose(request: Request, allowed: Sequence[CurvePoint]) -> tuple[CurvePoint
 def _choose_minimum(
     request: Request, allowed: Sequence[CurvePoint]
 ) -> tuple[CurvePoint, list[str]]:
-    """The fastest or the cheapest; ties go to the current choice, else to the smaller one."""
+    """The fastest or the cheapest; ties go to the current, the measured, the smaller one."""
     plain = [float(getattr(point, request.decides)) for point in allowed]
     # a run that fails is run again: what counts is the time until one reaches the target
     tries = [1.0 / (p.reach_rate or 1.0) if request.to_target else 1.0 for p in allowed]
     values = [one * count for one, count in zip(plain, tries, strict=True)]
     current = [i for i, p in enumerate(allowed) if p.global_batch_size == request.current]
-    settled = choose_minimum(values, _noise(allowed), current=current)
+    measured = [point.measured for point in allowed]
+    settled = choose_minimum(values, _noise(allowed), current=current, measured=measured)
     chosen, best = allowed[settled.index], allowed[int(np.argmin(values))]
     costs = request.decides != "time_s"
     amount = plain[int(np.argmin(values))]
@@ -195,7 +196,11 @@ def _choose_minimum(
         )
     if chosen is not best:
         loss = values[settled.index] / min(values) - 1.0
-        why = "the current choice stays" if settled.kept_current else "a tie goes to the smaller"
+        why = "a tie goes to the smaller"
+        if settled.kept_current:
+            why = "the current choice stays"
+        elif chosen.measured and not best.measured:
+            why = "a tie goes to the one that was measured"
         reasons.append(
             f"{_name(chosen)} comes within {loss:.1%} of it, and {settled.noise:.0%} can be noise: "
             f"{why}"

@@ -64,6 +64,7 @@ class CurvePoint(Spec):
     fits: bool = True
     fits_reason: str = ""
     extrapolated: bool = False
+    measured: bool = False
     may_not_reach_target: bool = False
     reach_rate: float | None = None
     meets_limits: bool = True
@@ -225,6 +226,7 @@ class Recommendation:
         marks = [
             "<- choice" if self._is_choice(point) else "",
             "pareto" if point.on_pareto else "",
+            "measured" if point.measured else "",
             "extrapolated" if point.extrapolated else "",
             "may not reach the target" if point.may_not_reach_target else "",
             "" if point.meets_limits else "misses a limit",
@@ -239,7 +241,7 @@ class Recommendation:
             _number(point.epoch_time_s),
             "" if low is None or high is None else f"{_number(low)} - {_number(high)}",
             _bytes(point.peak_memory_bytes),
-            "" if point.time_to_target_s is None else f"{_number(point.time_to_target_s)} s",
+            f"{_number(point.time_to_target_s)} s" if to_target else "",
             "" if cost is None else f"${_number(cost)}",
             "yes" if point.fits else "no",
             ", ".join(filter(None, marks)),

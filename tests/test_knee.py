@@ -107,6 +107,12 @@ def test_the_smaller_wins_a_tie_but_not_a_difference() -> None:
     assert choose_minimum([1.0 + 2 * TIE, 1.0], [1.0, 1.0]).index == 1
 
 
+def test_a_measured_candidate_wins_a_tie() -> None:
+    assert choose_minimum([1.02, 1.01, 1.0], [0.1] * 3, measured=[False, True, True]).index == 1
+    assert choose_minimum([1.02, 1.2, 1.0], [0.1] * 3, measured=[False, True, False]).index == 0
+    assert choose_minimum([1.02, 1.01, 1.0], [0.1] * 3, measured=[False] * 3).index == 0
+
+
 def test_the_current_choice_stays_until_the_gain_exceeds_the_noise() -> None:
     kept = choose_minimum([1.0, 1.1, 1.3], [0.1] * 3, current=[1])
     assert kept.index == 1
