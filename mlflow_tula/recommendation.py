@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mlflow_tula.errors import SchemaError
-from mlflow_tula.specs import Spec
+from mlflow_tula.errors import InvalidInputError, SchemaError
+from mlflow_tula.specs import Spec, check_choice, check_int
 from mlflow_tula.table import check_document
 
 if TYPE_CHECKING:
@@ -24,6 +24,13 @@ Objective = Literal["knee", "min_time", "min_cost", "min_time_to_target", "min_c
 RECOMMENDATION_KIND = "tula.recommendation"
 RECOMMENDATION_SCHEMA_VERSION = 1
 _ROWS_AROUND = 4
+_CONFIGURATION = (
+    "global_batch_size",
+    "local_batch_size",
+    "accumulation_steps",
+    "nodes",
+    "devices_per_node",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +77,11 @@ class CurvePoint(Spec):
     meets_limits: bool = True
     on_pareto: bool = False
 
+    def __post_init__(self) -> None:
+        """Check the configuration once; the numbers come from the predictors."""
+        for name in _CONFIGURATION:
+            check_int(name, getattr(self, name))
+
     @property
     def world_size(self) -> int:
         """Data-parallel ranks."""
@@ -98,7 +110,15 @@ class Recommendation:
     level: float = 0.9
     workload: str = ""
     hardware: str = ""
-    knee_rule: str = field(default="")
+    knee_rule: str = ""
+
+    def __post_init__(self) -> None:
+        """The objective is one of ours, and the choice stands on the curve."""
+        check_choice("objective", self.objective, Objective)
+        if not any(self._is_choice(point) for point in self.curve):
+            raise InvalidInputError(
+                f"the curve of a recommendation must hold its choice, {self.global_batch_size}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -181,16 +201,7 @@ class Recommendation:
         )
 
     def _is_choice(self, point: CurvePoint) -> bool:
-        return all(
-            getattr(point, name) == getattr(self, name)
-            for name in (
-                "global_batch_size",
-                "local_batch_size",
-                "accumulation_steps",
-                "nodes",
-                "devices_per_node",
-            )
-        )
+        return all(getattr(point, name) == getattr(self, name) for name in _CONFIGURATION)
 
     def _table(self) -> list[str]:
         """Aligned rows around the choice; columns that hold nothing are left out."""

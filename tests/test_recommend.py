@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlflow_tula as tula
-from mlflow_tula.errors import InvalidInputError, SchemaError, TulaWarning, UnknownNameError
+from mlflow_tula.errors import InvalidInputError, TulaWarning, UnknownNameError
 from mlflow_tula.recommendation import Objective
 
 GIB = 2**30
@@ -240,10 +240,14 @@ def test_json_round_trip(objective: Objective, current: int | None, worlds: Any)
         ({"colour": "red"}, "has no field 'colour'"),
         ({"curve": {}}, "curve must be a list"),
         ({"curve": [{"colour": "red"}]}, "CurvePoint has no field"),
+        ({"curve": [{"nodes": 1}]}, "CurvePoint is incomplete"),
+        ({"curve": []}, "must hold its choice, 64"),
+        ({"global_batch_size": 63}, "must hold its choice, 63"),
+        ({"objective": "fastest"}, "unknown objective"),
     ],
 )
 def test_documents_of_another_kind_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(SchemaError, match=message):
+    with pytest.raises(InvalidInputError, match=message):
         tula.Recommendation.from_dict(ask().to_dict() | change)
 
 
