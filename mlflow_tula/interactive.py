@@ -32,7 +32,7 @@ def save_html(
     figure = make_subplots(
         rows=1, cols=3, subplot_titles=("epoch time", "step time", "memory of a rank")
     )
-    lines = overlays(table, bundle, dense=True)
+    lines = overlays(table, bundle, recommendation, dense=True)
     limit = memory_limit_bytes or float(bundle.hardware.device_memory_bytes)
     times = [value for line in lines for value in line.predicted["epoch_time_s"]]
     steps = [value for line in lines for value in line.predicted["step_time_s"]]

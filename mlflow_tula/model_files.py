@@ -28,7 +28,7 @@ from mlflow_tula.predictors.bundle import BUNDLE_SCHEMA_VERSION, PredictorBundle
 from mlflow_tula.promotion import Verdict
 from mlflow_tula.pyfunc_model import COLUMNS, PARAMETERS
 from mlflow_tula.specs import HardwareSpec, Workload
-from mlflow_tula.stores import masked
+from mlflow_tula.stores import masked, quiet_mlflow
 from mlflow_tula.table import ProfileTable
 
 MODEL_NAME = "predictor"
@@ -64,7 +64,7 @@ def _write_model(
         (folder / BUNDLE_FILE).write_text(_dumped(bundle.to_dict()), encoding="utf-8")
         (folder / TABLE_FILE).write_text(_dumped(table.to_dict()), encoding="utf-8")
         copy_formulas(folder / "predictors")
-        with warnings.catch_warnings():
+        with quiet_mlflow(), warnings.catch_warnings():
             # MLflow hints at integer columns that may be missing; ours may not.
             warnings.filterwarnings("ignore", message=".*integer column.*")
             info: ModelInfo = Model.log(

@@ -16,6 +16,7 @@ import numpy as np
 
 from mlflow_tula.errors import TulaWarning
 from mlflow_tula.predictors.bundle import PredictorBundle
+from mlflow_tula.recommendation import CurvePoint, Recommendation
 from mlflow_tula.table import Measurement, ProfileTable
 
 if TYPE_CHECKING:
@@ -62,20 +63,28 @@ class Overlay:
 
 
 def overlays(
-    table: ProfileTable, bundle: PredictorBundle, *, dense: bool = False
+    table: ProfileTable,
+    bundle: PredictorBundle,
+    recommendation: Recommendation | None = None,
+    *,
+    dense: bool = False,
 ) -> tuple[Overlay, ...]:
-    """One Overlay per measured layout, the fewest devices first.
+    """One Overlay per measured layout, and one for the chosen layout, the fewest devices first.
 
     Args:
         table: the measurements.
         bundle: the predictors.
+        recommendation: the choice; on devices that were not measured it has a prediction only.
         dense: many sizes for a smooth line; else powers of two and the measured sizes.
     """
-    layouts = sorted({_layout(row) for row in table.measurements}, key=lambda a: (a[0] * a[1], a))
+    known = {_layout(row) for row in table.measurements}
+    if recommendation is not None:
+        known.add(_layout(recommendation.choice))
+    layouts = sorted(known, key=lambda layout: (layout[0] * layout[1], layout))
     return tuple(_curve(table, bundle, layout, dense) for layout in layouts)
 
 
-def _layout(row: Measurement) -> tuple[int, int, int]:
+def _layout(row: Measurement | CurvePoint) -> tuple[int, int, int]:
     return row.nodes, row.devices_per_node, row.accumulation_steps
 
 
@@ -90,7 +99,9 @@ def _curve(
         devices_per_node=layout[1],
         accumulation_steps=layout[2],
         measured=_measured(table, bundle, ran),
-        predicted=_predicted(bundle, _sizes(table, rows, layout, dense), layout),
+        predicted=_predicted(
+            bundle, _sizes(table, rows or table.measurements, layout, dense), layout
+        ),
         failed=tuple(row for row in rows if row.status != "ok"),
     )
 

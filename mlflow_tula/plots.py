@@ -45,9 +45,9 @@ def overview(
     """
     figure = _figure(2, 2, width=13.0, height=9.0)
     axes = figure.subplots(2, 2)
-    lines = overlays(table, bundle, dense=True)
+    lines = overlays(table, bundle, recommendation, dense=True)
     limit = memory_limit_bytes or float(bundle.hardware.device_memory_bytes)
-    draw_times(axes[0, 0], lines, "step_time_s", "step time")
+    draw_times(axes[0, 0], lines, "step_time_s", "step time", recommendation)
     draw_times(axes[0, 1], lines, "epoch_time_s", "epoch time", recommendation)
     draw_memory(axes[1, 0], lines, limit, recommendation)
     if recommendation is not None and has_cost(recommendation):
@@ -59,9 +59,11 @@ def overview(
     return figure
 
 
-def step_time(table: ProfileTable, bundle: PredictorBundle) -> Figure:
-    """Step time against the global batch size."""
-    return _one(table, bundle, "step_time_s", "step time", None)
+def step_time(
+    table: ProfileTable, bundle: PredictorBundle, recommendation: Recommendation | None = None
+) -> Figure:
+    """Step time against the global batch size, with the choice."""
+    return _one(table, bundle, "step_time_s", "step time", recommendation)
 
 
 def epoch_time(
@@ -80,7 +82,7 @@ def memory(
 ) -> Figure:
     """Peak memory of a rank against the local batch size, with the limit."""
     figure = _figure(1, 1, width=7.5, height=5.0)
-    lines = overlays(table, bundle, dense=True)
+    lines = overlays(table, bundle, recommendation, dense=True)
     limit = memory_limit_bytes or float(bundle.hardware.device_memory_bytes)
     draw_memory(figure.subplots(), lines, limit, recommendation)
     key(figure, lines, recommendation)
@@ -127,7 +129,7 @@ def _one(
 ) -> Figure:
     """One time panel as a figure."""
     figure = _figure(1, 1, width=7.5, height=5.0)
-    lines = overlays(table, bundle, dense=True)
+    lines = overlays(table, bundle, recommendation, dense=True)
     draw_times(figure.subplots(), lines, quantity, name, recommendation)
     key(figure, lines, recommendation)
     return figure

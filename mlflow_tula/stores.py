@@ -61,6 +61,18 @@ def store_errors(action: str) -> Iterator[None]:
         raise StoreError(f"cannot {action}: {_first_line(error)}; {_WAY_OUT}") from error
 
 
+@contextmanager
+def quiet_mlflow() -> Iterator[None]:
+    """Hold back MLflow's progress notes (tables created, example validated), not its warnings."""
+    log = logging.getLogger("mlflow")
+    before = log.level
+    log.setLevel(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def _is_store_trouble(error: BaseException) -> bool:
     """Whether the store is at fault, and not our own code."""
     if isinstance(error, (MlflowException, OSError, sqlite3.Error)):
@@ -88,7 +100,8 @@ def check_store(*, write: bool = True) -> str:
     for uri in dict.fromkeys([tracking, mlflow.get_registry_uri()]):
         _check_address(uri, write=write)
     if write or store_exists():
-        with _lock(tracking), store_errors(f"open the store {masked(tracking)}"):
+        action = f"open the store {masked(tracking)}"
+        with _lock(tracking), store_errors(action), quiet_mlflow():
             client = MlflowClient()
             # The registry first: it makes all tables under MLflow's own lock.
             client.search_registered_models(max_results=1)

@@ -202,7 +202,7 @@ def log_profile(
             logged.remove(row)
         else:
             _log_probe(run, row)
-    pairs = overlays(table, bundle) if bundle is not None else ()
+    pairs = overlays(table, bundle, recommendation) if bundle is not None else ()
     run.log(
         metrics=[*_curve_metrics(pairs), *_summary(table, bundle, recommendation)],
         tags={"tula.table_digest": table.digest},

@@ -133,6 +133,19 @@ def test_overlays_stop_at_four_times_the_largest_probe_and_at_the_dataset(table,
     assert np.isfinite(large.measured["error"].astype(float)).all()
 
 
+def test_a_choice_on_devices_that_were_not_measured_has_a_line(table, bundle, tmp_path):
+    alone = replace(table, measurements=tuple(r for r in table.measurements if r.world_size == 1))
+    from mlflow_tula.fit import fit
+
+    fitted = fit(alone)
+    wide = recommend(fitted, cluster=ClusterSpec(devices_per_node=2), current_global_batch_size=64)
+    pairs = overlays(alone, fitted, wide)
+    assert [pair.name for pair in pairs] == ["1x1", "1x2"]
+    assert len(pairs[1].measured) == 0
+    assert "2 devices" in texts(plots.overview(alone, fitted, wide))
+    interactive.save_html(tmp_path / "wide.html", alone, fitted, wide)
+
+
 def test_accumulation_is_a_layout_of_its_own(table, bundle):
     rows = (*table.measurements, replace(table.ok[0], accumulation_steps=4, step_time_s=1.5))
     names = [pair.name for pair in overlays(replace(table, measurements=rows), bundle)]
