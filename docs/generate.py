@@ -94,6 +94,10 @@ def cli_reference() -> str:
     for name in COMMANDS:
         command, context = command_of(name)
         lines.append(f"\n## tula {name}\n\n```text\n{help_of(command, context)}\n```\n")
+        for verb, part in getattr(command, "commands", {}).items():
+            inner = click.Context(part, info_name=verb, parent=context)
+            text = help_of(part, inner)
+            lines.append(f"\n### tula {name} {verb}\n\n```text\n{text}\n```\n")
     return "".join(lines)
 
 

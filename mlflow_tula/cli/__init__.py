@@ -29,6 +29,8 @@ COMMANDS = {
     "train": "train",
     "import": "import_table",
     "models": "models",
+    "registry": "registry",
+    "doctor": "doctor",
 }
 
 

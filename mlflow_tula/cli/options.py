@@ -111,13 +111,15 @@ device_option = option(
     "Device type; auto: CUDA where there is a GPU, else the CPU.",
 )
 
+tracking_uri_option = option(
+    "--tracking-uri",
+    types.OpenText("auto"),
+    "auto",
+    "MLflow store; auto: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db here.",
+)
+
 store_options = _all(
-    option(
-        "--tracking-uri",
-        types.OpenText("auto"),
-        "auto",
-        "MLflow store; auto: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db here.",
-    ),
+    tracking_uri_option,
     option(
         "--experiment",
         types.OpenText("auto"),
