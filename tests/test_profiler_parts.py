@@ -323,16 +323,28 @@ def test_contention_is_what_the_kernel_says_else_the_ratio() -> None:
 def test_the_cpu_meter_counts_every_allocation_of_a_pass() -> None:
     meter = CpuMeter()
     meter.start()
-    with meter.record(1000):
+    with meter.record(lambda: 6_001_000):
         first = torch.ones(1_000_000)
         second = first + 1
         del first
         third = torch.ones(500_000)
-    del second, third
     meter.stop()
+    del second, third
     reading = meter.reading()
     assert reading.allocated_bytes == pytest.approx(8_000_000 + 1000, rel=0.01)
     assert reading.peak_bytes >= reading.allocated_bytes
+
+
+def test_blocks_freed_from_before_a_recording_are_not_counted_twice() -> None:
+    meter = CpuMeter()
+    meter.start()
+    buckets = torch.ones(1_000_000)
+    with meter.record(lambda: 4_000_000):
+        del buckets
+        buckets = torch.ones(1_000_000)
+    meter.stop()
+    del buckets
+    assert meter.reading().allocated_bytes == pytest.approx(4_000_000, rel=0.01)
 
 
 @pytest.mark.skipif(resident_peak_bytes() is None, reason="needs /proc")

@@ -40,10 +40,11 @@ class Measurer:
         self.last_error: RankFailedError | None = None
         self._sessions: dict[int, ProbeSession] = {}
         self._best_cpu_ratio: dict[int, float] = {}
+        self._start_s = 0.0
 
     def start(self) -> Workload:
         """Start the first world size's ranks; they know the workload."""
-        return self._session(self.request.world_sizes[0]).start()
+        return self._start(self._session(self.request.world_sizes[0]))
 
     def close(self) -> None:
         """Stop every rank."""
@@ -51,8 +52,10 @@ class Measurer:
             session.close()
 
     def seconds(self, table: ProfileTable, probe: Probe) -> float:
-        """What a probe will take, start of its ranks left out."""
-        return expected_seconds(table, probe, self.request.settings)
+        """What a probe will take, with the start of its ranks where they do not run."""
+        session = self._sessions.get(probe.world_size)
+        start_s = 0.0 if session is not None and session.is_running else self._start_s
+        return start_s + expected_seconds(table, probe, self.request.settings)
 
     def refusal(self, table: ProfileTable, probe: Probe) -> str | None:
         """Why a probe must not be run: it would not fit in memory; None when it may."""
@@ -81,10 +84,13 @@ class Measurer:
 
     def measure(self, table: ProfileTable, probe: Probe) -> tuple[Measurement, dict[str, Any]]:
         """One trial as a row, and what the row has no column for."""
-        began = time.monotonic()
         timeout_s = max(self.request.probe_timeout_s, 10 * self.seconds(table, probe))
+        session, began = self._session(probe.world_size), time.monotonic()
         try:
-            answer = self._session(probe.world_size).probe(probe, timeout_s=timeout_s)
+            # A start is no part of a probe's time: others share it.
+            self._start(session)
+            began = time.monotonic()
+            answer = session.probe(probe, timeout_s=timeout_s)
         except RankFailedError as error:
             self.last_error = error
             failure = error.failure
@@ -138,6 +144,15 @@ class Measurer:
         if self.request.memory_limit_bytes is not None:
             return self.request.memory_limit_bytes
         return default_memory_limit(self.request.hardware, world_size)
+
+    def _start(self, session: ProbeSession) -> Workload:
+        """Start ranks unless they run, and note how long that takes."""
+        if session.is_running:
+            return session.start()
+        began = time.monotonic()
+        workload = session.start()
+        self._start_s = time.monotonic() - began
+        return workload
 
     def _session(self, world_size: int) -> ProbeSession:
         """The ranks of a world size; on accelerators those of other sizes free their devices."""

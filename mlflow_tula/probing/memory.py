@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,8 +48,8 @@ class MemoryMeter(Protocol):
     def start(self) -> None:
         """Before anything of the probe exists."""
 
-    def record(self, held_bytes: int) -> contextlib.AbstractContextManager[None]:
-        """Around a pass whose allocations are counted on top of `held_bytes` that exist."""
+    def record(self, held: Callable[[], int]) -> contextlib.AbstractContextManager[None]:
+        """Around a pass whose allocations are counted; `held` tells the bytes that outlive it."""
 
     def stop(self) -> None:
         """After the last step, while the model still exists."""
@@ -73,7 +73,7 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextlib.contextmanager
-    def record(self, held_bytes: int) -> Iterator[None]:
+    def record(self, held: Callable[[], int]) -> Iterator[None]:
         """Nothing to do: the allocator counts all the time."""
         yield
 
@@ -113,14 +113,20 @@ class CpuMeter:
         self._can_reset = reset_resident_peak()
 
     @contextlib.contextmanager
-    def record(self, held_bytes: int) -> Iterator[None]:
-        """Count every allocation of a pass; the largest pass is kept."""
+    def record(self, held: Callable[[], int]) -> Iterator[None]:
+        """Count every allocation of a pass; the largest pass is kept.
+
+        The recorder misses that blocks from before its start are freed (DDP makes its buckets
+        anew in the second step). So it is anchored at the end: what is held then, less the net
+        change that was seen, is what was there at the start.
+        """
         recorder = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         )
         with recorder:
             yield
-        self._allocated = max(self._allocated, held_bytes + _peak_of(recorder))
+        peak, change = _peak_and_change(recorder)
+        self._allocated = max(self._allocated, held() - change + peak)
 
     def stop(self) -> None:
         """Read the kernel's peak, and what loader workers hold."""
@@ -164,8 +170,8 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, *, world_size
     )
 
 
-def _peak_of(recorder: Any) -> int:
-    """Most bytes allocated at once since the recording began, from the allocator's events."""
+def _peak_and_change(recorder: Any) -> tuple[int, int]:
+    """Most bytes above the start of a recording, and bytes at its end above the start."""
     events = [
         (event.start_ns(), event.nbytes())
         for event in recorder.profiler.kineto_results.events()
@@ -175,7 +181,7 @@ def _peak_of(recorder: Any) -> int:
     for _, change in sorted(events, key=lambda event: event[0]):
         now += change
         peak = max(peak, now)
-    return peak
+    return peak, now
 
 
 def limit_memory(limit_bytes: int, device: torch.device) -> None:

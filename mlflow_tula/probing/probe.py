@@ -35,9 +35,9 @@ from mlflow_tula.probing.settings import ProbeSettings
 from mlflow_tula.probing.steps import StepTimes, TrainingSteps
 from mlflow_tula.probing.stopping import StepSeries
 
-MAX_GRADIENT_PASSES = 4
+MAX_GRADIENT_PASSES = 8
 GRADIENT_TIME_SHARE = 0.4
-"""Gradient passes take at most this share of the timed steps' time (but one is always made)."""
+"""Gradient passes take at most this share of the timed steps' time; one or two are always made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,9 +131,9 @@ class _ProbeRun:
         """Untimed steps and one evaluation pass; the last step is recorded."""
         for number in range(self._settings.warmup_steps):
             if number == self._settings.warmup_steps - 1:
-                with self._meter.record(self._held()):
+                with self._meter.record(self._held):
                     self.steps.evaluate()
-                with self._meter.record(self._held()):
+                with self._meter.record(self._held):
                     times = self.steps.step()
             else:
                 times = self.steps.step()
@@ -151,7 +151,9 @@ class _ProbeRun:
         """Own and averaged (or half and whole) gradients, as many as are worth their time."""
         step_s = statistics.median(self.series.timed)
         budget = GRADIENT_TIME_SHARE * step_s * len(self.series.timed)
-        number = max(1, min(MAX_GRADIENT_PASSES, int(budget / step_s)))
+        # Two at least where their time is the compute time.
+        least = 1 if self._world_size == 1 else 2
+        number = max(least, min(MAX_GRADIENT_PASSES, int(budget / step_s)))
         for _ in range(number):
             if self._world_size > 1:
                 seconds, small, large = self.steps.local_passes()
