@@ -397,7 +397,7 @@ def test_one_rank_fails_and_all_leave(marked: Path, loss: str, message: str) -> 
 
 @pytest.mark.slow
 def test_resnet18_learns_digits(tmp_path: Path) -> None:
-    job = Job(model="resnet18", dataset="digits", learning_rate=0.05)
+    job = Job(model="resnet18", dataset="digits")
     limits = Limits(target_accuracy=0.95)
     result = train(job, BatchPlan.of(64), epochs=8, output_dir=tmp_path, limits=limits)
     assert result.test_accuracy >= 0.95

