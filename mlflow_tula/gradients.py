@@ -104,4 +104,5 @@ def noise_scale(
     true = (large_batch * large - small_batch * small) / (large_batch - small_batch)
     if true <= 0:
         return None
-    return max(trace, 0.0) / true
+    scale = max(trace, 0.0) / true
+    return scale if math.isfinite(scale) else None

@@ -157,3 +157,11 @@ def oom_only_at_16() -> nn.Module:
 
 def hangs_on_rank_1() -> nn.Module:
     return FailingNet("hang", rank=1, at_batch=16)
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output**2).mean()
+
+
+def exploding(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e30)

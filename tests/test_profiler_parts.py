@@ -26,6 +26,7 @@ from mlflow_tula.probing.measure import is_input_bound, row_of
 from mlflow_tula.probing.memory import CpuMeter, held_bytes, resident_peak_bytes
 from mlflow_tula.probing.own import load_datasets, reference, save_tensors
 from mlflow_tula.probing.plan import candidates, check_batch_sizes, check_world_sizes, smaller
+from mlflow_tula.probing.probe import run_probe
 from mlflow_tula.probing.settings import ProbeSettings
 from mlflow_tula.probing.steps import TrainingSteps
 from mlflow_tula.probing.stopping import StepSeries, median_interval
@@ -417,25 +418,63 @@ def test_tensors_travel_as_a_file(tmp_path) -> None:  # type: ignore[no-untyped-
     assert split.train_size == 320
 
 
-def test_a_finished_probe_leaves_nothing_behind() -> None:
-    from mlflow_tula.probing.probe import run_probe
-
-    job = Job(model="probe_parts:small_net", dataset="probe_parts:blobs")
+def _make_steps(job: Job, size: int = 16) -> TrainingSteps:
     data = load_datasets(job, whole=True)
+    return TrainingSteps(
+        job,
+        data.train,
+        data.num_classes,
+        None,
+        local_batch_size=size,
+        accumulation_steps=1,
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+        clock=HostClock(),
+    )
+
+
+def test_a_model_that_diverges_still_has_a_step_time() -> None:
+    job = Job(
+        model="probe_parts:small_net",
+        dataset="probe_parts:blobs",
+        loss="probe_parts:squares",
+        optimizer="probe_parts:exploding",
+    )
+    answer = run_probe(
+        lambda: _make_steps(job),
+        CpuMeter(),
+        ProbeSettings(max_steps=3),
+        local_batch_size=16,
+        world_size=1,
+    )
+    assert answer["step_time_s"] > 0
+    assert answer["gradient_norm"] is None
+    assert answer["noise_scale"] is None
+
+
+def test_a_half_batch_that_does_not_run_costs_only_the_noise_scale() -> None:
+    job = Job(model="probe_parts:norm_net", dataset="probe_parts:blobs")
+    steps = _make_steps(job, size=2)
+    steps.step()
+    assert steps.split_passes() is None, "batch norm cannot take half of two samples"
+    assert all(parameter.grad is None for parameter in steps.parameters)
+
+
+def test_50_real_steps_run_after_a_probe_at_the_same_size() -> None:
+    job = Job(model="probe_parts:small_net", dataset="probe_parts:blobs")
+    meter = CpuMeter()
+    settings = ProbeSettings(max_steps=3)
+    run_probe(lambda: _make_steps(job), meter, settings, local_batch_size=16, world_size=1)
+    steps = _make_steps(job)
+    assert all(steps.step().step_s > 0 for _ in range(50))
+
+
+def test_a_finished_probe_leaves_nothing_behind() -> None:
+    job = Job(model="probe_parts:small_net", dataset="probe_parts:blobs")
 
     def make() -> TrainingSteps:
-        return TrainingSteps(
-            job,
-            data.train,
-            data.num_classes,
-            None,
-            local_batch_size=16,
-            accumulation_steps=1,
-            rank=0,
-            world_size=1,
-            device=torch.device("cpu"),
-            clock=HostClock(),
-        )
+        return _make_steps(job)
 
     def modules() -> int:
         gc.collect()

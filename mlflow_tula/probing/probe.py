@@ -18,6 +18,7 @@ step time = median over steps, then the maximum over ranks; the same for its par
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -50,7 +51,7 @@ class RankAnswer:
     passes_s: float
     optimizer_s: float
     local_passes_s: float | None
-    gradient_norm: float
+    gradient_norm: float | None
     cpu_ratio: float
     waiting_share: float | None
     memory: MemoryReading
@@ -88,6 +89,7 @@ def run_probe(
         "num_steps": len(run.series.timed),
         "optimizer_steps": len(run.series.seconds),
         "stopped_by": run.series.reason,
+        "step_times_s": run.series.seconds,
         "evaluation_passes": 1,
         "gradient_passes": run.gradient_passes,
         "compiled_graphs": _compiled_graphs(),
@@ -203,7 +205,7 @@ class _ProbeRun:
             passes_s=statistics.median(times.passes_s for times in timed),
             optimizer_s=statistics.median(times.optimizer_s for times in timed),
             local_passes_s=statistics.median(self._local_s) if self._local_s else None,
-            gradient_norm=statistics.median(times.gradient_norm for times in timed),
+            gradient_norm=_finite_median([times.gradient_norm for times in timed]),
             cpu_ratio=cpu / (busy * torch.get_num_threads()) if busy > 0 else 0.0,
             waiting_share=None if waited is None or cpu <= 0 else waited / (waited + cpu),
             memory=memory,
@@ -255,6 +257,12 @@ def _together(ranks: list[RankAnswer]) -> dict[str, Any]:
         "cpu_time_ratio": min(answer.cpu_ratio for answer in ranks),
         "waiting_share": max(waiting) if waiting else None,
     }
+
+
+def _finite_median(values: list[float]) -> float | None:
+    """A model that diverges in its first steps still has a step time."""
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.median(finite) if finite else None
 
 
 def _compiled_graphs() -> int:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from mlflow_tula.errors import ProfilingError
+from mlflow_tula.files import write_json
 from mlflow_tula.probes import Probe
 from mlflow_tula.probing.events import EventKind, ProfileEvent, SweepRequest
 from mlflow_tula.probing.measure import Measurer, row_of
 from mlflow_tula.probing.plan import smaller
-from mlflow_tula.ranks import write_json
 from mlflow_tula.search import FullSearch, PartialSearch, Search
 from mlflow_tula.specs import Workload
 from mlflow_tula.table import Measurement, ProfileTable
