@@ -217,7 +217,8 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore", tula.errors.TulaWarning)
     rows, stops = measure(Published.read(options.data), options.max_sizes)
-    stops.loc[len(stops)] = ["mean", *stops.mean(numeric_only=True)]
+    mean = stops.mean(numeric_only=True).to_frame().T.assign(curve="mean")
+    stops = pd.concat([stops, mean], ignore_index=True)
     tables = [
         (f"Regret of the chosen size, percent, mean of {rows.curve.nunique()} curves", means(rows)),
         ("Where adaptive search stopped by itself", stops),

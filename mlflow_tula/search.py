@@ -201,10 +201,13 @@ class PartialSearch:
             loss, gains = self._gains(bundle, running, answers)
             open_probes += len(unknown)
             largest_loss = max(largest_loss, loss)
-            worths = [max(gains[i], ENOUGH if few else 0.0) for i in unknown]
-            if max(worths) < ENOUGH / 4 or (
-                not few and (loss < ENOUGH or self._steady(table, bundle, running))
-            ):
+            chosen = self._decide(bundle, running)
+            measured = [i for i in range(len(running)) if i not in unknown]
+            # A choice beyond all that was measured is a guess, however sure the fit is.
+            guess = chosen if chosen > max(measured, default=-1) else None
+            worths = [max(gains[i], ENOUGH if few or i == guess else 0.0) for i in unknown]
+            settled = not few and guess is None
+            if settled and (loss < ENOUGH or self._steady(table, bundle, running)):
                 continue
             for i, worth in zip(unknown, worths, strict=True):
                 seconds = expected_probe_time_s(table, running[i])
@@ -246,6 +249,14 @@ class PartialSearch:
         ends = (out[f"step_time_s_{end}"].to_numpy(float) for end in ("lower", "upper"))
         return np.log(out[name].to_numpy(float)), relative_noise(*ends)
 
+    def _decide(self, bundle: PredictorBundle, group: Sequence[Probe]) -> int:
+        """Index of the candidate that would be chosen now."""
+        log_times, _ = self._predict(bundle, group)
+        if self.convergence is not None:
+            return int(np.argmin(log_times))
+        sizes = [probe.global_batch_size for probe in group]
+        return diminishing_returns(sizes, np.exp(log_times - log_times.min()))
+
     def _gains(
         self, bundle: PredictorBundle, group: Sequence[Probe], answers: Mapping[Probe, str]
     ) -> tuple[float, Floats]:
@@ -258,21 +269,14 @@ class PartialSearch:
 
     def _steady(self, table: ProfileTable, bundle: PredictorBundle, group: Sequence[Probe]) -> bool:
         """Whether the choice stays within a tie when any one inner measurement is left out."""
-        sizes = np.array([probe.global_batch_size for probe in group], float)
         centre, _ = self._predict(bundle, group)
-
-        def decide(log_times: Floats) -> int:
-            if self.convergence is not None:
-                return int(np.argmin(log_times))
-            return diminishing_returns(sizes, np.exp(log_times - log_times.min()))
-
-        chosen = decide(centre)
+        chosen = self._decide(bundle, group)
         # Rows of this layout alone: there are enough of them, and so small a fit is quick.
         own = tuple(row for row in table.ok if Probe.of(row).layout == group[0].layout)
         inner = sorted(own, key=lambda row: row.local_batch_size)[1:-1]
         for left_out in inner:
             rest = tuple(row for row in own if row is not left_out)
-            other = decide(self._predict(self._fit(replace(table, measurements=rest)), group)[0])
+            other = self._decide(self._fit(replace(table, measurements=rest)), group)
             if abs(centre[other] - centre[chosen]) > TIE:
                 return False
         return len(inner) > 1
