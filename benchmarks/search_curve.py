@@ -202,7 +202,7 @@ def plot(rows: pd.DataFrame, path: Path) -> None:
     for name in ORDERS:
         table = means(rows)
         axes.plot(table.share.str.rstrip("%").astype(float), table[name], marker="o", label=name)
-    axes.set(xlabel="share of full-search time spent, %", ylabel="mean regret, %", yscale="symlog")
+    axes.set(xlabel="share of full-search time spent, %", ylabel="mean regret, %", yscale="log")
     axes.legend()
     figure.savefig(path, dpi=150)
 

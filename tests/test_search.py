@@ -100,6 +100,15 @@ def test_partial_search_starts_small_and_goes_up() -> None:
     assert order[2] >= 16 * order[0]
 
 
+def test_a_choice_beyond_all_that_was_measured_is_measured() -> None:
+    # All latency: a larger batch always pays, so that the largest must have been seen to run.
+    table, search = EMPTY, PartialSearch(probes())
+    while (probe := search.next_probe(table, 0.0)) is not None:
+        row = tula.Measurement(**probe.to_dict(), step_time_s=0.1, num_steps=20)
+        table = table.with_rows([row])
+    assert max(tried(table)) == SIZES[-1]
+
+
 def test_a_second_world_size_gets_at_least_two_probes() -> None:
     table = run(PartialSearch(probes((1, 2))))
     assert len(tried(table, 1)) >= 3
