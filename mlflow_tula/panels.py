@@ -24,7 +24,11 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 """Okabe and Ito's palette, which people with colour-blindness can tell apart."""
 
 CHOICE_COLOR = "#C00000"
+MEDIAN_ERROR = 1.2533
+"""Standard error of a median over that of a mean, for normal noise: the square root of pi / 2."""
+
 _LABELLED = 6
+_FAR_LIMIT = 4.0
 _LONG_AXIS = {"step_time_s": 6.0, "epoch_time_s": 30.0}
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -67,7 +71,7 @@ def draw_times(
     name: str,
     recommendation: Recommendation | None = None,
 ) -> None:
-    """Measured points with their spread, predicted lines with their bands."""
+    """Measured medians with their standard error, predicted lines with their bands."""
     every = [value for line in lines for value in line.predicted[quantity]]
     factor, unit = time_unit(every)
     for number, line in enumerate(lines):
@@ -75,7 +79,9 @@ def draw_times(
         rows = line.measured
         if len(rows):
             scale = (rows[quantity] / rows["step_time_s"]).astype(float)
-            spread = rows["step_time_std_s"].astype(float).fillna(0.0) * scale * factor
+            count = rows["num_steps"].astype(float).fillna(1.0).clip(lower=1.0)
+            error = MEDIAN_ERROR * rows["step_time_std_s"].astype(float).fillna(0.0) / count**0.5
+            spread = error * scale * factor
             axes.errorbar(
                 rows["global_batch_size"],
                 rows[quantity].astype(float) * factor,
@@ -137,22 +143,34 @@ def draw_memory(
             color=color(number),
             zorder=4,
         )
-    axes.axhline(limit * factor, color="0.15", linewidth=1.4, linestyle=(0, (6, 2)))
+    shown = [value * factor for value in (*every, *measured) if np.isfinite(value)]
+    _draw_limit(axes, limit * factor, unit, max(shown, default=0.0))
+    axes.set_ylabel(f"peak memory of a rank, {unit}")
+    axes.set_title("memory by batch size")
+    _mark_failed(axes, lines, "local_batch_size")
+    batch_axis(axes, "local batch size, samples per rank", all_sizes(lines, "local_batch_size"))
+    _mark_choice(axes, recommendation, "local_batch_size", quantity, factor)
+
+
+def _draw_limit(axes: Axes, limit: float, unit: str, highest: float) -> None:
+    """The limit as a line; a far one as words alone, so that the curves keep their room."""
+    far = limit > _FAR_LIMIT * highest > 0.0
+    top = 1.6 * highest if far else 1.08 * max(limit, highest)
+    axes.set_ylim(0.0, top)
+    text = f"limit {limit:,.1f} {unit}"
+    if far:
+        text += f", {limit / highest:.0f} times the highest shown"
+    else:
+        axes.axhline(limit, color="0.15", linewidth=1.4, linestyle=(0, (6, 2)))
     axes.annotate(
-        f"limit {limit * factor:,.1f} {unit}",
-        (0.01, limit * factor),
+        text,
+        (0.01, top if far else limit),
         xycoords=("axes fraction", "data"),
         xytext=(2, -3),
         textcoords="offset points",
         verticalalignment="top",
         fontsize=9,
     )
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel(f"peak memory of a rank, {unit}")
-    axes.set_title("memory by batch size")
-    _mark_failed(axes, lines, "local_batch_size")
-    batch_axis(axes, "local batch size, samples per rank", all_sizes(lines, "local_batch_size"))
-    _mark_choice(axes, recommendation, "local_batch_size", quantity, factor)
 
 
 def draw_pareto(axes: Axes, recommendation: Recommendation) -> None:

@@ -70,6 +70,9 @@ def test_with_a_price_the_trade_off_is_drawn(table, bundle, priced):
 def test_a_stated_memory_limit_is_drawn(table, bundle):
     shown = texts(plots.memory(table, bundle, memory_limit_bytes=3e9))
     assert "limit 3.0 GB" in shown
+    shown = texts(plots.memory(table, bundle, memory_limit_bytes=90e9))
+    pattern = r"limit 90\.0 GB, \d+ times the highest shown"
+    assert any(re.fullmatch(pattern, text) for text in shown)
 
 
 @pytest.mark.parametrize("name", ["step_time", "epoch_time", "memory", "residuals"])
