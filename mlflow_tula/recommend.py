@@ -168,6 +168,12 @@ def _choose(request: Request, allowed: Sequence[CurvePoint]) -> tuple[CurvePoint
             f"{chosen.local_batch_size * chosen.accumulation_steps} samples a rank in one pass are "
             "not known to fit"
         )
+    low, high = chosen.step_time_s_lower, chosen.step_time_s_upper
+    if not chosen.measured and low is not None and high is not None:
+        reasons.append(
+            f"its step was not measured but predicted: {1e3 * low:.3g} to {1e3 * high:.3g} ms at "
+            f"{request.level:.0%}"
+        )
     if chosen.fits_reason:
         reasons.append(f"it fits: {chosen.fits_reason}")
     return chosen, tuple(reasons)

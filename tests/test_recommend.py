@@ -336,6 +336,13 @@ def test_the_table_leaves_out_what_is_not_known() -> None:
     assert ask().to_frame()["cost_usd"].isna().all()
 
 
+def test_a_choice_that_was_only_predicted_says_so() -> None:
+    choice = ask(candidates=[48])
+    assert not choice.choice.measured
+    assert "not measured but predicted" in " ".join(choice.reasons)
+    assert "not measured" not in " ".join(ask().reasons)
+
+
 def test_a_local_batch_of_one_is_said() -> None:
     choice = ask(candidates=[1])
     assert "batch normalisation" in " ".join(choice.warnings)
