@@ -17,7 +17,7 @@ from mlflow_tula.table import LinkMeasurement, Measurement, ProfileTable
 
 HARDWARE = HardwareSpec(device_type="cuda", device_name="bench", device_memory_bytes=2**34)
 SIZES = (8, 32, 128, 512)
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def table(rows: Sequence[dict[str, Any]], links: Sequence[LinkMeasurement] = (), **workload: Any):
@@ -419,6 +419,55 @@ def test_intervals_nest_with_the_level(points, levels) -> None:
     small, large = (ask(predictor, asked, nodes=4, level=level) for level in sorted(levels))
     assert np.all(large[1] <= small[1] * (1 + 1e-12))
     assert np.all(small[2] <= large[2] * (1 + 1e-12))
+
+
+def optional(low: float, high: float):
+    return st.none() | st.floats(low, high)
+
+
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "local_batch_size": st.integers(1, 10**6),
+            "step_time_s": st.floats(1e-6, 1e5),
+            "nodes": st.sampled_from([1, 1, 2, 3, 16]),
+            "devices_per_node": st.sampled_from([1, 1, 2, 8]),
+            "accumulation_steps": st.sampled_from([1, 1, 2, 32]),
+            "step_time_std_s": optional(0, 10),
+            "num_steps": st.none() | st.integers(0, 50),
+            "sync_time_s": optional(0, 1e5),
+            "data_time_s": optional(0, 1e5),
+            "optimizer_time_s": optional(0, 1e5),
+        }
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(rows=ROWS, links=st.booleans(), parameters=st.none() | st.integers(1, 10**9))
+def test_any_table_that_is_allowed_fits_and_answers(rows, links: bool, parameters) -> None:
+    predictor = step_time.fit(table(rows, LINKS if links else (), num_parameters=parameters))
+    assert predictor == step_time.StepTimePredictor.from_dict(
+        json.loads(json.dumps(predictor.to_dict(), allow_nan=False))
+    )
+    asked = np.geomspace(1, 1e7, 40)
+    for nodes, devices, accumulation in ((1, 1, 1), (1, 8, 2), (2, 1, 1), (64, 8, 1)):
+        value, lower, upper = ask(predictor, asked, nodes, devices, accumulation)
+        assert np.all(np.isfinite(value))
+        assert np.all(np.diff(value) >= -1e-9 * value[1:])
+        assert np.all((lower >= 0) & (lower <= value) & (value <= upper))
+
+
+def test_thousands_of_sizes_make_a_small_document() -> None:
+    sizes = np.arange(1, 3001)
+    predictor = curve(sizes.tolist(), truth(sizes, 0.02, 1e-4))
+    assert len(json.dumps(predictor.to_dict())) < 20_000
+    assert ask(predictor, [1, 700, 3000])[0] == pytest.approx(
+        truth([1, 700, 3000], 0.02, 1e-4), rel=0.01
+    )
+    assert predictor.params["range"]["largest_local_batch_size"] == 3000
 
 
 @QUICK

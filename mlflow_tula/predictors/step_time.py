@@ -141,10 +141,13 @@ def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any
     # rows on fewer ranks than the base are too few to be a curve of their own
     base = [c for c in cells if (c.nodes, c.devices) == (nodes, devices) or c.ranks < ranks]
     rest = [c for c in cells if c not in base]
-    known_sync = ranks > 1 and all(cell.sync is not None for cell in base)
+    known_sync = ranks > 1 and all(c.sync is not None for c in base if c.ranks > 1)
     if known_sync:
-        rest = list(cells)
-        base = [replace(c, time=max(c.time - (c.sync or 0.0), 0.1 * c.time)) for c in base]
+        rest = [c for c in cells if c.ranks > 1]
+        base = [
+            replace(c, time=max(c.time - (c.sync or 0.0), 0.1 * c.time)) if c.ranks > 1 else c
+            for c in base
+        ]
         nodes, devices = 1, 1
     points = _points(base, float(fixed["optimizer_s"]))
     curve = compute_curve.fit_curve(points)
@@ -191,7 +194,7 @@ def _noise(points: compute_curve.Points, curve: Mapping[str, Any], cells: Sequen
 
 def _points(base: Sequence[Cell], optimizer_s: float) -> compute_curve.Points:
     """The compute curve's points: one a local batch size, as a step without accumulation."""
-    times: dict[int, list[tuple[float, float]]] = {}
+    times: dict[float, list[tuple[float, float]]] = {}
     for cell in base:
         k = cell.accumulation
         times.setdefault(cell.batch, []).append(
@@ -241,8 +244,8 @@ def _sync_rows(
 def _range(cells: Sequence[Cell]) -> dict[str, int]:
     """What was measured; beyond it an answer is marked as extrapolated."""
     return {
-        "smallest_local_batch_size": min(cell.batch for cell in cells),
-        "largest_local_batch_size": max(cell.batch for cell in cells),
+        "smallest_local_batch_size": round(min(cell.batch for cell in cells)),
+        "largest_local_batch_size": round(max(cell.batch for cell in cells)),
         "most_nodes": max(cell.nodes for cell in cells),
         "most_devices_per_node": max(cell.devices for cell in cells),
         "smallest_world_size": min(cell.ranks for cell in cells),

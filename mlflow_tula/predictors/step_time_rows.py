@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mlflow_tula.predictors.compute_curve import MODEL_SD
 from mlflow_tula.table import Measurement
 
+MAX_SIZES = 64
+"""More distinct sizes than that say no more about a curve, and cost a larger document."""
 LEAST_SE = 0.02
 """Relative error of one trial whose spread over steps was not recorded."""
 
@@ -22,7 +24,7 @@ LEAST_SE = 0.02
 class Cell:
     """The repeated trials of one configuration, as one."""
 
-    batch: int
+    batch: float
     nodes: int
     devices: int
     accumulation: int
@@ -54,7 +56,7 @@ def make_cells(rows: Sequence[Measurement]) -> list[Cell]:
         syncs = [row.sync_time_s for row in group if row.sync_time_s is not None]
         made.append(
             Cell(
-                batch=batch,
+                batch=float(batch),
                 nodes=nodes,
                 devices=devices,
                 accumulation=accumulation,
@@ -64,7 +66,32 @@ def make_cells(rows: Sequence[Measurement]) -> list[Cell]:
                 apart=apart if len(group) > 1 else None,
             )
         )
-    return made
+    return _thinned(made)
+
+
+def _thinned(cells: list[Cell]) -> list[Cell]:
+    """At most MAX_SIZES sizes a setup: neighbours between the ends become their geometric mean."""
+    setups: dict[tuple[int, int, int], list[Cell]] = {}
+    for cell in cells:
+        setups.setdefault((cell.nodes, cell.devices, cell.accumulation), []).append(cell)
+    kept: list[Cell] = []
+    for group in setups.values():
+        if len(group) <= MAX_SIZES:
+            kept += group
+            continue
+        kept.append(group[0])
+        for part in np.array_split(np.arange(1, len(group) - 1), MAX_SIZES - 2):
+            chunk = [group[index] for index in part]
+            kept.append(
+                replace(
+                    chunk[len(chunk) // 2],
+                    batch=math.exp(np.mean([math.log(cell.batch) for cell in chunk])),
+                    time=math.exp(np.mean([math.log(cell.time) for cell in chunk])),
+                    weight=1.0,
+                )
+            )
+        kept.append(group[-1])
+    return kept
 
 
 def _standard_error(row: Measurement) -> float:
@@ -95,7 +122,8 @@ def data_line(rows: Sequence[Measurement]) -> dict[str, float] | None:
     """Seconds to load one local batch, as a line; None where it was not measured."""
     from scipy.optimize import nnls
 
-    known = [row for row in rows if row.data_time_s]
+    # less than a millionth of a step is no loading that could ever bound it
+    known = [row for row in rows if (row.data_time_s or 0.0) > 1e-6 * (row.step_time_s or 0.0)]
     if not known:
         return None
     batch = np.array([row.local_batch_size for row in known], float)
@@ -113,7 +141,7 @@ def data_line(rows: Sequence[Measurement]) -> dict[str, float] | None:
 
 def base_setup(cells: Sequence[Cell]) -> tuple[int, int]:
     """(nodes, devices) whose rows give the compute curve: few ranks, but at least two sizes."""
-    sizes: dict[tuple[int, int], set[int]] = {}
+    sizes: dict[tuple[int, int], set[float]] = {}
     for cell in cells:
         sizes.setdefault((cell.nodes, cell.devices), set()).add(cell.batch)
     enough = min(2, max(len(found) for found in sizes.values()))
