@@ -35,9 +35,6 @@ from mlflow_tula.workloads.job import Job, is_import_path
 
 __all__ = ["ProbeSettings", "ProfileEvent", "ProfileInterrupted", "is_input_bound", "profile"]
 
-AUTO_TIME_BUDGET_S = 120.0
-"""Of a partial search over `auto` batch sizes, where the caller names none."""
-
 
 class ProfileInterrupted(KeyboardInterrupt):
     """Ctrl-C during a sweep: every rank is gone, and `table` holds what was measured."""
@@ -85,8 +82,9 @@ def profile(
         world_sizes: ranks; `auto` takes 1 and all devices (on a CPU: 1 and 2).
         search: `full` measures every candidate, `partial` few of them, chosen by their worth to
             the decision; `auto` is partial for `auto` batch sizes and full for a list.
-        time_budget_s: no probe is begun that would end later; None: 120 s for a partial search
-            over `auto` batch sizes, else none.
+        time_budget_s: no probe is begun that would end later; None: for a partial search over
+            `auto` batch sizes 120 s, or 75 s where the smallest takes less than 0.2 s a step;
+            else none.
         warmup_steps: untimed steps of each probe, at least 2.
         max_steps: timed steps of each probe at most.
         accumulation_steps: passes per optimizer step.
@@ -118,8 +116,6 @@ def profile(
     partial = search == "partial" or (search == "auto" and sizes is None)
     if time_budget_s is not None:
         check_real("time_budget_s", time_budget_s, strict=True)
-    elif partial and sizes is None:
-        time_budget_s = AUTO_TIME_BUDGET_S
     hardware = detect()
     with _own_parts(model_fn, dataset, loss_fn, optimizer_fn, job) as (whole_job, whole):
         _check_strategy(whole_job)
@@ -131,6 +127,7 @@ def profile(
             settings=settings,
             search="partial" if partial else "full",
             time_budget_s=time_budget_s,
+            auto_budget=time_budget_s is None and partial and sizes is None,
             memory_limit_bytes=_limit(memory_limit_bytes),
             threads_per_rank=threads_per_rank,
             walk_down=sizes is None,

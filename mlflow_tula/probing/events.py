@@ -47,7 +47,11 @@ class ProfileEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRequest:
-    """Everything a sweep was asked for, checked."""
+    """Everything a sweep was asked for, checked.
+
+    `time_budget_s` None is no bound; with `auto_budget` the sweep chooses one after its first
+    probe.
+    """
 
     job: Job
     whole: bool
@@ -56,6 +60,7 @@ class SweepRequest:
     settings: ProbeSettings
     search: Literal["partial", "full"]
     time_budget_s: float | None
+    auto_budget: bool
     memory_limit_bytes: int | None
     threads_per_rank: int | None
     walk_down: bool

@@ -21,6 +21,10 @@ from mlflow_tula.table import Measurement, ProfileTable
 
 logger = logging.getLogger(__name__)
 
+AUTO_BUDGET_S = 120.0
+AUTO_QUICK_BUDGET_S = 75.0
+"""The bound of a sweep where none is named: slow steps, and steps below QUICK_STEP_S."""
+QUICK_STEP_S = 0.2
 REPEAT_SHARE = 0.5
 """Disturbed trials are repeated in this first share of the time budget."""
 MAX_VAIN_REPEATS = 2
@@ -64,6 +68,15 @@ class Sweep:
     def elapsed_s(self) -> float:
         """Since the sweep began, start of processes included."""
         return time.monotonic() - self._began
+
+    @property
+    def budget_s(self) -> float | None:
+        """No probe is begun that would end later; the first measured step sets it where `auto`."""
+        if not self.request.auto_budget:
+            return self.request.time_budget_s
+        ok = () if self.table is None else self.table.ok
+        quick = bool(ok) and (ok[0].step_time_s or 0.0) < QUICK_STEP_S
+        return AUTO_QUICK_BUDGET_S if quick else AUTO_BUDGET_S
 
     def start(self) -> Workload:
         """Start the ranks, who know the workload."""
@@ -112,7 +125,7 @@ class Sweep:
             self._left_out += 1
 
     def _make_search(self) -> Search:
-        budget = self.request.time_budget_s
+        budget = self.budget_s
         if self.request.search == "full":
             return FullSearch(self._candidates, time_budget_s=budget)
         return PartialSearch(self._candidates, time_budget_s=budget)
@@ -125,7 +138,7 @@ class Sweep:
     def _too_slow(self, probe: Probe) -> bool:
         """Whether a probe would end after the time budget; never before anything was measured."""
         assert self.table is not None, "set by run()"
-        budget = self.request.time_budget_s
+        budget = self.budget_s
         if budget is None or not self.table.ok:
             return False
         return self.elapsed_s + self._measurer.seconds(self.table, probe) > budget
@@ -178,7 +191,7 @@ class Sweep:
         return row, details | counts | {"repeated": True}
 
     def _has_time_to_repeat(self, row: Measurement) -> bool:
-        budget = self.request.time_budget_s
+        budget = self.budget_s
         if self._vain_repeats >= MAX_VAIN_REPEATS:
             return False
         return budget is None or self.elapsed_s + (row.probe_time_s or 0.0) < REPEAT_SHARE * budget
@@ -209,7 +222,7 @@ class Sweep:
         if self.table is not None:
             left = self._unanswered()
             if self.table.ok:
-                probe, budget = facts.get("probe"), self.request.time_budget_s
+                probe, budget = facts.get("probe"), self.budget_s
                 seconds = self._measurer.seconds
                 expected = None if probe is None else seconds(self.table, probe)
                 remaining = sum(seconds(self.table, probe) for probe in left)
