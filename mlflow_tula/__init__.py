@@ -16,13 +16,19 @@ Codemap, floor by floor (a module imports only from floors below its own):
 `import mlflow_tula` loads neither torch nor mlflow, and pandas and scipy only when they are used.
 """
 
-from mlflow_tula.errors import TulaError
-from mlflow_tula.fit import fit
-from mlflow_tula.predictors.bundle import FitReport, PredictorBundle
-from mlflow_tula.predictors.convergence import ConvergencePredictor
-from mlflow_tula.recommend import Recommendation, recommend
-from mlflow_tula.specs import ClusterSpec, HardwareSpec, Pricing, Workload
-from mlflow_tula.table import LinkMeasurement, Measurement, ProfileTable
+try:
+    from mlflow_tula.errors import TulaError
+    from mlflow_tula.fit import fit
+    from mlflow_tula.predictors.bundle import FitReport, PredictorBundle
+    from mlflow_tula.predictors.convergence import ConvergencePredictor
+    from mlflow_tula.recommend import Recommendation, recommend
+    from mlflow_tula.specs import ClusterSpec, HardwareSpec, Pricing, Workload
+    from mlflow_tula.table import LinkMeasurement, Measurement, ProfileTable
+except ImportError:
+    raise
+except Exception as error:
+    # MLflow loads our plugin in the middle of its own import, and survives an ImportError alone.
+    raise ImportError(f"mlflow_tula cannot be loaded: {type(error).__name__}: {error}") from error
 
 __all__ = [
     "ClusterSpec",

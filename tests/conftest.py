@@ -129,3 +129,40 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def _registered_store(
+    tmp_path_factory: pytest.TempPathFactory, _empty_store: Path, table, remeasured
+) -> Path:
+    """A store that knows VGG11 on digits on this very machine, in three versions.
+
+    Version 1 was the first champion, 2 is too noisy for the gate, 3 is the champion.
+    """
+    from mlflow_tula.hardware import detect
+    from mlflow_tula.registry import register
+
+    path = tmp_path_factory.mktemp("registered") / "mlflow.db"
+    shutil.copy(_empty_store, path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(path.parent)
+        patched.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
+        _reset_mlflow()
+        tables = [table, remeasured(seed=3, noise=0.5)[0], remeasured(seed=1, noise=0.01)[0]]
+        for one in tables:
+            here = replace(one, hardware=detect())
+            register(_fitted(here), table=here)
+        _reset_mlflow()
+    return path
+
+
+@pytest.fixture
+def registered(store: Path, _registered_store: Path) -> str:
+    """The name of a predictor of this machine with three versions, in a store of the test's own.
+
+    The rows of the store are the test's; the files of the models are shared, and only read.
+    """
+    from mlflow_tula.registry import find
+
+    shutil.copy(_registered_store, store)
+    return find()[0].name

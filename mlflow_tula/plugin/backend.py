@@ -22,7 +22,8 @@ from typing import Any
 
 from mlflow.projects.backend.abstract_backend import AbstractBackend
 
-_logger = logging.getLogger(__name__)
+# These notes belong into the log of `mlflow run`, which shows MLflow's own loggers and no others.
+_logger = logging.getLogger("mlflow.projects.tula")
 
 _GRACE_S = 10.0
 _KILLED = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL, 128 + signal.SIGTERM, 130, 137}

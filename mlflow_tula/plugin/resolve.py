@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from mlflow_tula.registry import RegisteredPredictor
     from mlflow_tula.specs import HardwareSpec
 
-_logger = logging.getLogger(__name__)
+# As in backend.py: shown in the log of `mlflow run`.
+_logger = logging.getLogger("mlflow.projects.tula")
 
 AUTO = "auto"
 BATCH_NAMES = {
