@@ -4,7 +4,10 @@ A search is asked again after every probe, with the table as it stands, and answ
 `Probe` or None; `reason` then says why this one, or why it stopped. Rows that ran out of memory or
 failed are answers too: feasibility is a map, not a threshold, and nothing is probed twice.
 
-`PartialSearch` measures the ends first and the middle, two sizes of a second world size, and then
+`PartialSearch` goes upwards in wide steps (the smallest size, the geometric middle between it and
+the largest, and so on: large probes cost most, and `benchmarks/search_curve.py` shows that beginning
+with both ends pays half of full search before it knows anything), does the same at the last and the
+middle world size, and then probes
 whatever is worth most to the decision per second it costs: the predictions and their intervals are
 drawn as random curves, and the value of a probe is by how much knowing its outcome would lower the
 expected loss of the choice (the knowledge gradient of sequential design; Frazier, Powell and
@@ -97,7 +100,7 @@ class FullSearch:
 
 
 class PartialSearch:
-    """Few probes: the ends, the middle, a second world size, then what the decision needs.
+    """Few probes: upwards in wide steps, a second world size, then what the decision needs.
 
     Args:
         candidates: every configuration that could be asked about.
@@ -154,7 +157,7 @@ class PartialSearch:
     def _outline(
         self, table: ProfileTable, answers: Mapping[Probe, str], left_s: float | None
     ) -> Probe | None:
-        """Ends and middle of the first world size, ends of the last and the middle one."""
+        """Upwards in wide steps, at the first world size, then at the last and the middle one."""
         groups = self._groups(answers)
         for number in dict.fromkeys((0, len(groups) - 1, len(groups) // 2) if groups else ()):
             group = groups[number]
@@ -189,45 +192,53 @@ class PartialSearch:
         if not table.ok:
             self.reason = f"none of {len(answers)} probes fits: no smaller candidate is left"
             return None
-        bundle = self._fit(table)
-        best: tuple[float, Probe] | None = None
-        open_probes, too_long, largest_loss = 0, 0, 0.0
+        bundle, loss = self._fit(table), 0.0
+        worth: dict[Probe, float] = {}
         for number, group in enumerate(self._groups(answers)):
-            running = [probe for probe in group if answers.get(probe, "ok") == "ok"]
-            unknown = [i for i, probe in enumerate(running) if probe not in answers]
-            if not unknown:
-                continue
-            few = number == 0 and len(group) - len(unknown) < self.min_probes
-            loss, gains = self._gains(bundle, running, answers)
-            open_probes += len(unknown)
-            largest_loss = max(largest_loss, loss)
-            chosen = self._decide(bundle, running)
-            measured = [i for i in range(len(running)) if i not in unknown]
-            # A choice beyond all that was measured is a guess, however sure the fit is.
-            guess = chosen if chosen > max(measured, default=-1) else None
-            worths = [max(gains[i], ENOUGH if few or i == guess else 0.0) for i in unknown]
-            settled = not few and guess is None
-            if settled and (loss < ENOUGH or self._steady(table, bundle, running)):
-                continue
-            for i, worth in zip(unknown, worths, strict=True):
-                seconds = expected_probe_time_s(table, running[i])
-                if left_s is not None and seconds > left_s:
-                    too_long += 1
-                elif worth >= ENOUGH / 4 and (best is None or worth / seconds > best[0]):
-                    best = (worth / seconds, running[i])
-        if best is not None:
+            least = self.min_probes if number == 0 else 0
+            loss_here, worth_here = self._worth(table, bundle, answers, group, least)
+            loss, worth = max(loss, loss_here), worth | worth_here
+        seconds = {probe: expected_probe_time_s(table, probe) for probe in worth}
+        affordable = [p for p in worth if left_s is None or seconds[p] <= left_s]
+        if affordable:
+            best = max(affordable, key=lambda probe: worth[probe] / seconds[probe])
             self.reason = (
-                f"local batch size {best[1].local_batch_size} at world size {best[1].world_size} "
-                f"is worth most to the decision (expected loss {largest_loss:.1%})"
+                f"local batch size {best.local_batch_size} at world size {best.world_size} is "
+                f"worth most to the decision (expected loss {loss:.1%})"
             )
-            return best[1]
-        if not open_probes:
-            self.reason = "every candidate that can run was measured"
-        elif too_long:
-            self.reason = f"the time budget: {too_long} probes worth their time do not fit in it"
+            return best
+        if worth:
+            self.reason = f"the time budget: {len(worth)} probes worth their time do not fit in it"
         else:
-            self.reason = f"the decision no longer changes (expected loss {largest_loss:.1%})"
+            self.reason = f"the decision no longer changes (expected loss {loss:.1%})"
         return None
+
+    def _worth(
+        self,
+        table: ProfileTable,
+        bundle: PredictorBundle,
+        answers: Mapping[Probe, str],
+        group: Sequence[Probe],
+        least: int,
+    ) -> tuple[float, dict[Probe, float]]:
+        """Expected loss of one layout's decision, and by how much each probe of it would lower it.
+
+        Nothing is worth a probe once the decision stands, with at least `least` answers. A choice
+        beyond all that was measured is a guess, however sure the fit is: it does not stand.
+        """
+        running = [probe for probe in group if answers.get(probe, "ok") == "ok"]
+        unknown = [i for i, probe in enumerate(running) if probe not in answers]
+        if not unknown:
+            return 0.0, {}
+        loss, gains = self._gains(bundle, running, answers)
+        chosen = self._decide(bundle, running)
+        guess = all(running[i] not in answers for i in range(chosen, len(running)))
+        few = len(group) - len(unknown) < least
+        if not (few or guess) and (loss < ENOUGH or self._steady(table, bundle, running)):
+            return loss, {}
+        forced = {i for i in unknown if few or (guess and i == chosen)}
+        worth = {i: max(gains[i], ENOUGH if i in forced else 0.0) for i in unknown}
+        return loss, {running[i]: gain for i, gain in worth.items() if gain >= ENOUGH / 4}
 
     def _fit(self, table: ProfileTable) -> PredictorBundle:
         """The predictors so far; that there are few rows is no news here."""
