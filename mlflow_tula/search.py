@@ -4,10 +4,9 @@ A search is asked again after every probe, with the table as it stands, and answ
 `Probe` or None; `reason` then says why this one, or why it stopped. Rows that ran out of memory or
 failed are answers too: feasibility is a map, not a threshold, and nothing is probed twice.
 
-`PartialSearch` goes upwards in wide steps (the smallest size, the geometric middle between it and
-the largest, and so on: large probes cost most, and `benchmarks/search_curve.py` shows that beginning
-with both ends pays half of full search before it knows anything), does the same at the last and the
-middle world size, and then probes
+`PartialSearch` goes upwards in wide steps: the smallest size, the geometric middle between it and
+the largest, and so on, for large probes cost most (`benchmarks/search_curve.py` shows what a start
+with both ends loses by it). It does the same at the last and the middle world size, and then probes
 whatever is worth most to the decision per second it costs: the predictions and their intervals are
 drawn as random curves, and the value of a probe is by how much knowing its outcome would lower the
 expected loss of the choice (the knowledge gradient of sequential design; Frazier, Powell and
