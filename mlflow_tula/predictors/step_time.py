@@ -32,11 +32,12 @@ Array = NDArray[np.float64]
 NOISE_SD = 0.025
 BRIDGE_SD = 0.045
 BEYOND_SD = 0.07
+CONTENTION_SD = 0.05
 FEWER_SD = 0.5
 DEGREES = 6.0
 """Errors of log step time on public tables (docs/method.md): of a repetition, per root of a
-doubling between probes, per doubling beyond them, per halving of the ranks below the measured;
-and the degrees of freedom of Student's t that their tails ask for."""
+doubling between probes, per doubling beyond them, per doubling of a node's devices from a measured
+count, per halving of the ranks below the measured; and the degrees of freedom of Student's t that their tails ask for."""
 SCALE_ROWS = 6.0
 LEAST_SCALE, MOST_SCALE = 0.85, 4.0
 """Left-out rows scale the interval; the public tables count as this many of them."""
@@ -161,6 +162,7 @@ def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any
             "noise_sd": _noise(points, curve, cells),
             "bridge_sd": BRIDGE_SD,
             "beyond_sd": BEYOND_SD,
+            "contention_sd": CONTENTION_SD,
             "fewer_sd": FEWER_SD,
             "scale": 1.0,
             "degrees": DEGREES,
@@ -241,11 +243,12 @@ def _sync_rows(
     return rows, np.log2(np.maximum(devices / params["base"]["devices_per_node"], 1.0))
 
 
-def _range(cells: Sequence[Cell]) -> dict[str, int]:
+def _range(cells: Sequence[Cell]) -> dict[str, int | list[int]]:
     """What was measured; beyond it an answer is marked as extrapolated."""
     return {
         "smallest_local_batch_size": round(min(cell.batch for cell in cells)),
         "largest_local_batch_size": round(max(cell.batch for cell in cells)),
+        "device_counts": sorted({cell.devices for cell in cells}),
         "most_nodes": max(cell.nodes for cell in cells),
         "most_devices_per_node": max(cell.devices for cell in cells),
         "smallest_world_size": min(cell.ranks for cell in cells),

@@ -198,8 +198,10 @@ def step_values(
     return out, share, doubt
 
 
-def compute_deviation(params: Mapping[str, Any], batch: Array, doubt: Array) -> Array:
-    """Standard deviation of log compute: distance from the measured sizes, and the forms."""
+def compute_deviation(
+    params: Mapping[str, Any], batch: Array, devices: Array, doubt: Array
+) -> Array:
+    """Standard deviation of log compute: distance from what was measured, and the forms."""
     spread = params["spread"]
     sizes = np.log2(np.asarray(params["compute"]["sizes"], float))
     place = np.log2(batch)
@@ -209,7 +211,10 @@ def compute_deviation(params: Mapping[str, Any], batch: Array, doubt: Array) -> 
     gap = np.maximum(sizes[above] - sizes[below], TINY)
     bridge = np.clip((place - sizes[below]) * (sizes[above] - place) / gap, 0.0, None)
     beyond = np.maximum(np.maximum(place - sizes[-1], sizes[0] - place), 0.0)
+    counts = np.log2(np.asarray(params["range"]["device_counts"], float))
+    shared = np.min(np.abs(np.log2(devices)[:, None] - counts[None, :]), axis=1)
     variance = spread["bridge_sd"] ** 2 * bridge + (spread["beyond_sd"] * beyond) ** 2 + doubt**2
+    variance += (spread["contention_sd"] * shared) ** 2
     return np.asarray(np.sqrt(variance))
 
 
@@ -263,7 +268,7 @@ def step_time(
         (local_batch_size, nodes, devices_per_node, accumulation_steps),
         (np.ones_like(shift), 1.0 / shift, shift),
     )
-    compute = compute_deviation(params, local_batch_size, doubt)
+    compute = compute_deviation(params, local_batch_size, devices_per_node, doubt)
     own = half * np.hypot((1.0 - share) * compute, spread["noise_sd"])
     # fewer ranks than any that was measured can only be faster
     base = params["base"]["nodes"] * params["base"]["devices_per_node"]
