@@ -37,7 +37,8 @@ FEWER_SD = 0.5
 DEGREES = 6.0
 """Errors of log step time on public tables (docs/method.md): of a repetition, per root of a
 doubling between probes, per doubling beyond them, per doubling of a node's devices from a measured
-count, per halving of the ranks below the measured; and the degrees of freedom of Student's t that their tails ask for."""
+count, per halving of the ranks below the measured; and the degrees of
+freedom of Student's t that their tails ask for."""
 SCALE_ROWS = 6.0
 LEAST_SCALE, MOST_SCALE = 0.85, 4.0
 """Left-out rows scale the interval; the public tables count as this many of them."""
