@@ -82,7 +82,9 @@ def test_one_outlier_among_seven_sizes_moves_the_others_by_less_than_5_percent(
     sizes = [8, 16, 32, 64, 128, 256, 512]
     times = truth(sizes, 0.02, 1e-4)
     times[3] *= wild
-    value, _, _ = ask(curve(sizes, times), [8, 16, 24, 200, 400, 512, 1024])
+    predictor = curve(sizes, times)
+    assert any("local batch size 64 took" in text for text in predictor.warnings)
+    value, _, _ = ask(predictor, [8, 16, 24, 200, 400, 512, 1024])
     assert value == pytest.approx(truth([8, 16, 24, 200, 400, 512, 1024], 0.02, 1e-4), rel=0.05)
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from mlflow_tula.predictors import step_time_formulas as formulas
 from mlflow_tula.predictors.step_time_rows import Cell
 from mlflow_tula.table import Measurement
 
 FEW_SIZES, FEW_NODE_COUNTS = 3, 3
-FALLING = 0.1
+FALLING, OUTLYING = 0.1, 0.25
+"""Scatter that is said, and a distance from the curve (of the logarithm) that is."""
 
 
 def describe(params: Mapping[str, Any], cells: Sequence[Cell], rows: Sequence[Measurement]) -> str:
@@ -99,6 +101,8 @@ def warn(params: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
             "step times scatter or fall as the batch grows: the intervals are wide; measure again "
             "on a quiet machine"
         )
+    else:
+        said += _outliers(params, cells)
     node_counts = len({cell.nodes for cell in cells})
     if 1 < node_counts < FEW_NODE_COUNTS and not params["inter_node"]["links"]:
         said.append(
@@ -108,3 +112,25 @@ def warn(params: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
     if params["base"]["nodes"] * params["base"]["devices_per_node"] > 1:
         said.append("nothing was measured on one device: answers for fewer ranks are guesses")
     return said
+
+
+def _outliers(params: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
+    """The sizes that no form through the others explains, each with the way out."""
+    base = params["base"]
+    if base["sync_subtracted"]:
+        return []
+    here = [
+        cell
+        for cell in cells
+        if (cell.nodes, cell.devices, cell.accumulation)
+        == (base["nodes"], base["devices_per_node"], 1)
+    ]
+    if not here:
+        return []
+    curve, _ = formulas.compute_time(params["compute"], np.array([cell.batch for cell in here]))
+    return [
+        f"local batch size {cell.batch:g} took {cell.time:.3g} s where the others say "
+        f"{expected:.3g} s: it was set aside; measure it again"
+        for cell, expected in zip(here, curve.tolist(), strict=True)
+        if abs(np.log(cell.time / expected)) > OUTLYING
+    ]
