@@ -36,6 +36,7 @@ from mlflow_tula.stores import (
     check_store,
     ensure_experiment,
     masked,
+    quiet_mlflow,
     store_errors,
     store_exists,
 )
@@ -105,7 +106,8 @@ def register(
     check_store()
     name = _checked_name(bundle.workload.registered_name(bundle.hardware))
     verdict = _judge_against_champion(name, bundle, table)
-    with _run_for(run_id, experiment, bundle) as target, store_errors(f"register {name}"):
+    action = f"register {name}"
+    with _run_for(run_id, experiment, bundle) as target, store_errors(action), quiet_mlflow():
         info = log_predictor(bundle, table, run_id=target)
         client = MlflowClient()
         created = _ensure_registered_model(client, name, bundle)
@@ -302,7 +304,8 @@ def _run_for(run_id: str | None, experiment: str | None, bundle: PredictorBundle
         yield str(created.info.run_id)
         status = "FINISHED"
     finally:
-        client.set_terminated(created.info.run_id, status=status)
+        with quiet_mlflow():
+            client.set_terminated(created.info.run_id, status=status)
 
 
 def _ensure_registered_model(client: MlflowClient, name: str, bundle: PredictorBundle) -> bool:

@@ -32,6 +32,7 @@ from mlflow_tula.stores import (
     check_store,
     ensure_experiment,
     masked,
+    quiet_mlflow,
     store_errors,
 )
 
@@ -196,7 +197,8 @@ def _open(name: str, experiment: str | None) -> Run:
 def _close(status: str) -> None:
     """End the run; a store that has gone away must not hide the error that is on its way."""
     try:
-        mlflow.end_run(status=status)
+        with quiet_mlflow():
+            mlflow.end_run(status=status)
     except Exception as error:
         _logger.warning("the run could not be closed as %s: %s", status, error)
 

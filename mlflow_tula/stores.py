@@ -63,14 +63,23 @@ def store_errors(action: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_mlflow() -> Iterator[None]:
-    """Hold back MLflow's progress notes (tables created, example validated), not its warnings."""
-    log = logging.getLogger("mlflow")
-    before = log.level
-    log.setLevel(max(before, logging.WARNING))
+    """Hold back MLflow's progress notes, not its warnings.
+
+    With a server MLflow writes the address of every finished run to standard output, where
+    `--json` must stand alone.
+    """
+    log, name = logging.getLogger("mlflow"), "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
+    level, setting = log.level, os.environ.get(name)
+    log.setLevel(max(level, logging.WARNING))
+    os.environ[name] = "true"
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.setLevel(level)
+        if setting is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = setting
 
 
 def _is_store_trouble(error: BaseException) -> bool:

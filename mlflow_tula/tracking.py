@@ -28,7 +28,7 @@ from mlflow_tula.recommendation import Recommendation
 from mlflow_tula.registry import RegisteredPredictor
 from mlflow_tula.runs import PREFIX, Run, log_batch, start_run
 from mlflow_tula.specs import HardwareSpec, Workload
-from mlflow_tula.stores import store_errors
+from mlflow_tula.stores import quiet_mlflow, store_errors
 from mlflow_tula.table import Measurement, ProfileTable
 
 __all__ = [
@@ -126,7 +126,7 @@ def _log_probe(
             "tula.reason": row.reason[:500] or None,
         },
     )
-    with store_errors("close a probe"):
+    with store_errors("close a probe"), quiet_mlflow():
         client.set_terminated(run_id, status="FINISHED" if row.status == "ok" else "FAILED")
     return run_id
 

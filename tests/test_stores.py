@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 import sqlite3
 import subprocess
@@ -170,6 +171,17 @@ def test_threads_may_check_at_once(clean_mlflow, store):
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_quiet_puts_back_what_was_set(monkeypatch):
+    name = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
+    for value in ("false", None):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        with stores.quiet_mlflow():
+            assert os.environ[name] == "true"
+        assert os.environ.get(name) == value
 
 
 START = """

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +23,7 @@ from mlflow_tula.descriptions import describe_profile
 from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.recommend import recommend
 from mlflow_tula.recommendation import Recommendation
-from mlflow_tula.registry import register
+from mlflow_tula.registry import load, register, resolve
 from mlflow_tula.specs import ClusterSpec, Pricing
 from mlflow_tula.table import ProfileTable
 from mlflow_tula.tracking import ProbeLogger, log_profile, log_registration, start_run
@@ -223,3 +228,47 @@ def test_descriptions_tell_what_failed_and_fit_into_a_tag(table, bundle, choice)
 def test_tracking_does_not_import_torch():
     code = "import sys, mlflow_tula.tracking; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture
+def server(clean_mlflow, free_port, monkeypatch):
+    """A real `mlflow server` of the test's own; its address."""
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(free_port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{clean_mlflow}/server.db"]
+    command += ["--artifacts-destination", str(clean_mlflow / "artifacts")]
+    with (clean_mlflow / "server.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    address = f"http://127.0.0.1:{free_port}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    try:
+        wait_for(address, process)
+        yield address
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def wait_for(address, process):
+    for _ in range(300):
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{address}/health", timeout=2).close()
+            return
+        assert process.poll() is None, "the server ended"
+        time.sleep(0.5)
+    raise AssertionError("the server did not answer")
+
+
+@pytest.mark.slow
+def test_a_server_takes_it_all_and_stdout_stays_clean(server, table, bundle, choice, capsys):
+    with start_run("main", command="main") as run:
+        registered = register(bundle, table=table, run_id=run.run_id)
+        log_profile(run, table, bundle, choice, registered=registered)
+    assert load(registered.name) == bundle
+    assert resolve(table.workload, table.hardware).run_id == run.run_id
+    done = MlflowClient().get_run(run.run_id)
+    assert len(children(done)) == len(table.measurements)
+    assert artifact(done, "figures/overview.png").read_bytes().startswith(b"\x89PNG")
+    frame = choice.to_frame()[["global_batch_size", "devices_per_node"]].astype("int64")
+    answer = mlflow.pyfunc.load_model(registered.uri).predict(frame)
+    assert len(answer) == len(frame)
+    assert "View run" not in capsys.readouterr().out
