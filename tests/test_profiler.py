@@ -308,26 +308,26 @@ def test_a_memory_limit_is_kept_by_prediction_and_by_the_allocator() -> None:
     table = profile(
         probe_parts.GreedyNet,
         probe_parts.blobs,
-        batch_sizes=[8, 16, 200, 400],
+        batch_sizes=[32, 96, 300, 400],
         world_sizes=[1],
         memory_limit_bytes=base + 150_000_000,
         settings=QUICK,
     )
     rows = _rows(table)
-    assert (rows[8, 1].status, rows[16, 1].status) == ("ok", "ok")
-    for size in (200, 400):
+    assert (rows[32, 1].status, rows[96, 1].status) == ("ok", "ok")
+    for size in (300, 400):
         assert rows[size, 1].status == "oom"
         assert "predicted" in rows[size, 1].reason
     alone = profile(
         probe_parts.GreedyNet,
         probe_parts.blobs,
-        batch_sizes=[8, 300],
+        batch_sizes=[8, 350],
         world_sizes=[1],
         memory_limit_bytes=base + 150_000_000,
         settings=QUICK,
     )
-    assert _rows(alone)[300, 1].status == "oom"
-    assert "DefaultCPUAllocator" in _rows(alone)[300, 1].reason
+    assert _rows(alone)[350, 1].status == "oom"
+    assert "DefaultCPUAllocator" in _rows(alone)[350, 1].reason
 
 
 @pytest.mark.slow
