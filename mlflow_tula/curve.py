@@ -232,9 +232,14 @@ def _point(request: Request, record: dict[Any, Any]) -> CurvePoint:
     source, factor = "epoch_time_s", request.epochs or 1.0
     if request.to_target:
         source, factor = "time_to_target_s", 1.0
+    # Samples that drop_last leaves out are no speed: every candidate is charged for all of them.
+    steps = request.dataset_size / int(values["global_batch_size"])
+    whole = steps * values["step_time_s"] / values["epoch_time_s"]
     for end in ("", "_lower", "_upper"):
         seconds = values.get(f"{source}{end}")
-        values[f"time_s{end}"] = None if seconds is None else seconds * factor
+        values[f"time_s{end}"] = None if seconds is None else seconds * factor * whole
+    for name in ("cost_usd", "cost_to_target_usd"):
+        values[name] = None if values.get(name) is None else values[name] * whole
     world = int(values["nodes"]) * int(values["devices_per_node"])
     measured = (int(values["local_batch_size"]), world) in request.bundle.probed.ok
     return CurvePoint(**values, measured=measured)

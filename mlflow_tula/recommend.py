@@ -3,7 +3,8 @@
     candidates -> predictions -> what fits -> what meets the limits -> the objective's choice
 
 The choice among candidates that differ by less than their intervals is the current one, else the
-smaller batch (METHOD: low error and a good choice are different goals; `knee.py` has the rules).
+smaller batch. Low error and a good choice are different goals (docs/method.md); `knee.py` has the
+rules.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from mlflow_tula.predictors.bundle import PredictorBundle
 
 __all__ = ["CurvePoint", "KneeRule", "Objective", "Recommendation", "recommend"]
+
+FEW_UPDATES = 10
+"""Optimizer steps per epoch below which the choice comes with a warning."""
 
 
 def recommend(
@@ -300,6 +304,13 @@ def _warnings(request: Request, curve: Sequence[CurvePoint], chosen: CurvePoint)
             f"{chosen.time_s:,.4g} s, but its interval reaches {upper:,.4g} s"
         )
     found += _current_warnings(request, curve)
+    updates = request.dataset_size // chosen.global_batch_size
+    if updates < FEW_UPDATES and not request.to_target:
+        found.append(
+            f"an epoch of {chosen.global_batch_size} is only {updates} optimizer "
+            f"step{'s' if updates != 1 else ''}: time per epoch says nothing of accuracy, expect "
+            "more epochs (an objective to a target counts them, with convergence data)"
+        )
     if chosen.local_batch_size == 1:
         found.append("a local batch of 1 breaks batch normalisation")
     drop_last = request.bundle.workload.drop_last

@@ -110,7 +110,14 @@ def make_recommendation(bundle: PredictorBundle, values: Values) -> Recommendati
         memory_limit_bytes=values["memory_limit"],
         pricing=options.make_pricing(values),
         current_global_batch_size=values["current_batch_size"],
+        knee_rule=values["knee_rule"],
+        accumulation_steps=_more_than_one(values["accumulation_steps"]),
     )
+
+
+def _more_than_one(steps: int | None) -> int | None:
+    """A fixed accumulation; 1 leaves it to the recommender, for sizes that do not fit otherwise."""
+    return steps if steps is not None and steps > 1 else None
 
 
 def check_decision(values: Values) -> None:

@@ -185,6 +185,12 @@ decision_options = _all(
         "knee, min_time, min_cost, min_time_to_target or min_cost_to_target.",
     ),
     option(
+        "--knee-rule",
+        click.Choice(["diminishing_returns", "kneedle"]),
+        "diminishing_returns",
+        "What a knee is: the smallest batch within 10 % of the best time, or Kneedle's.",
+    ),
+    option(
         "--epochs",
         types.real("90", open_word="none"),
         "none",

@@ -9,12 +9,18 @@ import click
 from mlflow_tula.cli import options
 from mlflow_tula.cli.options import option
 from mlflow_tula.cli.render import note, print_json, print_recommendation
-from mlflow_tula.cli.types import OpenText
+from mlflow_tula.cli.types import OpenText, count
 
 
 @click.command("recommend")
 @options.name_options
 @options.decision_options
+@option(
+    "--accumulation-steps",
+    count("4", open_word="auto"),
+    "auto",
+    "Passes per optimizer step; auto: 1, more only where a batch does not fit otherwise.",
+)
 @options.memory_option
 @option(
     "--hardware",

@@ -25,10 +25,11 @@ from mlflow_tula.files import write_json
 
 if TYPE_CHECKING:
     from mlflow_tula.predictors.bundle import PredictorBundle
+    from mlflow_tula.probes import Probe
     from mlflow_tula.recommend import Recommendation
     from mlflow_tula.registry import RegisteredPredictor
     from mlflow_tula.runs import Run
-    from mlflow_tula.specs import HardwareSpec
+    from mlflow_tula.specs import HardwareSpec, Workload
     from mlflow_tula.table import ProfileTable
     from mlflow_tula.workloads.job import Job
 
@@ -65,6 +66,7 @@ class Sweep:
                 self.log(read_table(partial))
             raise
         write_json(self.folder / TABLE_FILE, table.to_dict())
+        note(self._search_cost(table))
         partial.unlink(missing_ok=True)
         return table
 
@@ -75,6 +77,18 @@ class Sweep:
         table = read_table(partial)
         note(f"going on from {len(table.measurements)} probes of an interrupted sweep")
         return table
+
+    def _search_cost(self, table: ProfileTable) -> str:
+        """What the search spent, and what measuring every candidate would have cost."""
+        from mlflow_tula.search import full_search_cost
+
+        cost = full_search_cost(
+            sweep_candidates(self.values, table.workload, table.hardware), table
+        )
+        return (
+            f"{len(table.measurements)} probes in {cost.spent_s:.0f} s, {cost.share:.0%} of what "
+            f"full search would take ({cost.full_s:.0f} s)"
+        )
 
     def register(self, bundle: PredictorBundle, table: ProfileTable) -> RegisteredPredictor:
         """Register the bundle; a store that refuses costs the registration, not the numbers."""
@@ -122,24 +136,30 @@ class Sweep:
 @contextmanager
 def profile_run(command: str, values: Values) -> Iterator[Sweep]:
     """Check names, sizes, machine and store, then open the run that a profile is logged to."""
-    from mlflow_tula.probing.plan import candidates, check_batch_sizes, check_world_sizes
     from mlflow_tula.workloads.describe import describe
 
     job = options.make_job(values)
     hardware = options.detect_hardware(values["device"])
-    candidates(
-        describe(job),
-        check_world_sizes(values["world_sizes"] or "auto", hardware),
-        check_batch_sizes(values["batch_sizes"] or "auto"),
-        accumulation_steps=values["accumulation_steps"],
-        max_batch_size=values["max_batch_size"],
-    )
+    sweep_candidates(values, describe(job), hardware)
     options.use_store(values, write=True)
     from mlflow_tula.tracking import start_run
 
     name = f"{command} {job.workload_slug}"
     with start_run(name, command=command, experiment=values["experiment"]) as run:
         yield Sweep(run, job, hardware, values)
+
+
+def sweep_candidates(values: Values, workload: Workload, hardware: HardwareSpec) -> list[Probe]:
+    """All that the sweep may measure; sizes that nothing can hold raise InvalidInputError."""
+    from mlflow_tula.probing.plan import candidates, check_batch_sizes, check_world_sizes
+
+    return candidates(
+        workload,
+        check_world_sizes(values["world_sizes"] or "auto", hardware),
+        check_batch_sizes(values["batch_sizes"] or "auto"),
+        accumulation_steps=values["accumulation_steps"],
+        max_batch_size=values["max_batch_size"],
+    )
 
 
 def sweep_arguments(values: Values) -> dict[str, Any]:
