@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,12 +33,12 @@ HERE = Path(__file__).parent
 QUICK = ProbeSettings(max_steps=6, time_limit_s=2.0)
 
 
-def _ranks_left() -> list[int]:
-    """Processes of any group that this process launched and that still run."""
+def _ranks_left(caller: int | None = None) -> list[int]:
+    """Processes of any group that `caller` (this process) launched and that still run."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(PARENT_VARIABLE) == str(os.getpid()):
+            if process.environ().get(PARENT_VARIABLE) == str(caller or os.getpid()):
                 found.append(process.pid)
         except (psutil.Error, OSError):
             continue
@@ -470,6 +471,37 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_nothing_running(tmp_path: Pat
     )
     assert resumed.measurements[0] == table.measurements[0]
     assert [row.local_batch_size for row in resumed.measurements] == [8, 16]
+
+
+@pytest.mark.slow
+def test_a_real_interrupt_ends_every_process_and_keeps_the_file(tmp_path: Path) -> None:
+    output = tmp_path / "table.json"
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(HERE)!r})\n"
+        "from mlflow_tula.profiler import profile\n"
+        "def show(event):\n"
+        "    print(event.kind, event.num_done, flush=True)\n"
+        "profile('probe_parts:hangs_on_rank_1', 'probe_parts:blobs', batch_sizes=[8, 16],\n"
+        f"        world_sizes=[2], max_steps=3, on_event=show, output={str(output)!r})\n"
+    )
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.strip() == "probe_started 1":
+                break
+        time.sleep(1)
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert "ProfileInterrupted: profiling was interrupted" in errors
+    assert _ranks_left(run.pid) == []
+    table = ProfileTable.from_dict(json.loads(output.read_text()))
+    assert [row.status for row in table.measurements] == ["ok"]
 
 
 @pytest.mark.slow
