@@ -16,7 +16,7 @@ import click
 from mlflow_tula.cli import COMMANDS, tula
 
 ROOT = Path(__file__).resolve().parent.parent
-ENTRY_POINTS = ("main", "profile", "fit", "register", "recommend", "train")
+ENTRY_POINTS = ("main", "profile", "fit", "register", "recommend", "train", "compare")
 
 MLPROJECT_HEAD = """\
 # Made by `make docs` from the command line's options: change those, not this file.

@@ -27,6 +27,8 @@ COMMANDS = {
     "register": "register",
     "recommend": "recommend",
     "train": "train",
+    "compare": "compare",
+    "diagnose": "diagnose",
     "import": "import_table",
     "models": "models",
     "registry": "registry",
