@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -21,13 +20,14 @@ from mlflow_tula.plugin import run_context
 PACKAGE = Path(mlflow_tula.__file__).parent
 
 
-def python(code: str, **more: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter; a package in `folder` comes before the installed one."""
     return subprocess.run(
         [sys.executable, "-W", "always", "-c", code],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, **more},
+        cwd=folder,
         timeout=120,
     )
 
@@ -62,13 +62,13 @@ def test_hardware_that_cannot_be_read_costs_the_tags_only(
     assert "no hardware tags" in caplog.text
 
 
-def test_importing_mlflow_loads_little_of_tula() -> None:
+def test_importing_mlflow_loads_little_of_tula(tmp_path: Path) -> None:
     code = """
 import json, sys
 import mlflow
 print(json.dumps([name for name in sys.modules if name.split(".")[0] in ("mlflow_tula", "torch")]))
 """
-    done = python(code)
+    done = python(code, tmp_path)
     assert done.returncode == 0, done.stderr
     loaded = json.loads(done.stdout)
     assert "mlflow_tula.plugin.run_context" in loaded
@@ -100,9 +100,9 @@ def test_a_broken_tula_does_not_break_mlflow(tmp_path: Path, broken: str, fault:
     copy = tmp_path / "mlflow_tula"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     path = copy / broken
-    path.write_text(f"{fault}\n{path.read_text()}")
+    path.write_text(f"{path.read_text()}\n{fault}\n")
     code = "import mlflow, mlflow.models, mlflow.deployments; print(mlflow.__version__)"
-    done = python(code, PYTHONPATH=str(tmp_path))
+    done = python(code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == mlflow.__version__
     assert 'Failure attempting to register context provider "tula"' in done.stderr

@@ -49,6 +49,7 @@ class PredictorEvaluator(ModelEvaluator):  # type: ignore[misc, unused-ignore]
         Raises:
             MlflowException: a model or data that cannot be compared, when `tula` was asked for.
         """
+        import mlflow
         from mlflow.exceptions import MlflowException
 
         from mlflow_tula.evaluation import evaluate
@@ -60,9 +61,11 @@ class PredictorEvaluator(ModelEvaluator):  # type: ignore[misc, unused-ignore]
             if model_type != MODEL_TYPE:
                 return None
             raise MlflowException.invalid_parameter_value(str(error)) from error
-        return _result(
-            evaluate(predicted, measured).metrics(), predicted, measured, run_id, model_id
-        )
+        metrics = evaluate(predicted, measured).metrics()
+        if model_id is None:
+            # MLflow finds it in `models:/<id>` alone, not in a registered name, and logs only then.
+            mlflow.log_metrics(metrics, run_id=run_id, model_id=getattr(model, "model_id", None))
+        return _result(metrics, predicted, measured, run_id)
 
 
 def _measured(dataset: Any) -> pd.DataFrame:
@@ -135,7 +138,6 @@ def _result(
     predicted: pd.DataFrame,
     measured: pd.DataFrame,
     run_id: str,
-    model_id: str | None,
 ) -> EvaluationResult:
     """Log the figure and the rows once, and hand both to the caller."""
     import tempfile
@@ -161,9 +163,6 @@ def _result(
         image = ImageEvaluationArtifact(uri=f"{root}/residuals.png")
         image._load(str(picture))
         csv = CsvEvaluationArtifact(uri=f"{root}/rows.csv", content=rows)
-    if model_id is None:
-        for name, value in metrics.items():
-            client.log_metric(run_id, name, value)
     return EvaluationResult(metrics=metrics, artifacts={"residuals": image, "rows": csv})
 
 
