@@ -72,7 +72,7 @@ def judge(
                 f"its {name} error on its own table is {mine:.1%}, {champion_name}'s {theirs:.1%}"
             )
             return Verdict(promoted=False, reason=f"not promoted: {text}")
-    pairs = {name: _left_out(table, champion_table, champion, name) for name in _NAMES}
+    pairs = _left_out(table, champion_table, champion)
     own, other = pairs["step_time_s"]
     said = [
         f"{name} error {pairs[quantity][0]:.1%} against {pairs[quantity][1]:.1%}"
@@ -114,25 +114,26 @@ def errors(bundle: PredictorBundle, rows: Sequence[Measurement], quantity: str) 
 
 
 def _left_out(
-    table: ProfileTable,
-    champion_table: ProfileTable | None,
-    champion: PredictorBundle,
-    quantity: str,
-) -> tuple[float | None, float | None]:
+    table: ProfileTable, champion_table: ProfileTable | None, champion: PredictorBundle
+) -> dict[str, tuple[float | None, float | None]]:
     """Mean errors of both on configurations that neither fit has seen; at most eight refits."""
     configurations = list(dict.fromkeys(_configuration(row) for row in table.ok))
-    mine: list[float] = []
-    theirs: list[float] = []
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in _NAMES}
     for start in range(min(_MAX_FOLDS, len(configurations))):
         unseen = set(configurations[start::_MAX_FOLDS])
         asked = [row for row in table.ok if _configuration(row) in unseen]
         own = _refit(table, unseen)
-        other = champion if champion_table is None else _refit(champion_table, unseen)
+        if champion_table is None:
+            other: PredictorBundle | None = champion
+        else:
+            other = own if champion_table == table else _refit(champion_table, unseen)
         # Only where both can answer: otherwise the harder questions would count for one alone.
-        if own is not None and other is not None:
+        if own is None or other is None:
+            continue
+        for quantity, (mine, theirs) in found.items():
             mine += errors(own, asked, quantity)
             theirs += errors(other, asked, quantity)
-    return _mean(mine), _mean(theirs)
+    return {name: (_mean(mine), _mean(theirs)) for name, (mine, theirs) in found.items()}
 
 
 def _refit(table: ProfileTable, without: set[tuple[int, int, int, int]]) -> PredictorBundle | None:
