@@ -111,6 +111,7 @@ def diagnose(
         global_batch_size=trial.batch_size,
         reference_batch_size=task.reference_batch_size,
         steps_per_epoch=max(1, round(count / trial.batch_size)),
+        epochs=task.epochs,
     )
     run = resolve_method(trial).wrap(reference_optimizer(task, model), plan)
     if run.needs_closure or run.phases or run.after_backward or run.attach:

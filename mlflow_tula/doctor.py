@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlflow_tula.errors import TulaError
 from mlflow_tula.specs import Spec
@@ -38,6 +38,7 @@ _DISTRIBUTION = "mlflow-tula"
 _REINSTALL = "reinstall with `pip install --force-reinstall --no-deps mlflow-tula`"
 _CLOCK_TOLERANCE_S = 2.0
 _SHOWN = 5
+_PAGE = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,10 +193,11 @@ def check_entry_points() -> Iterator[Check]:
                 way_out=_REINSTALL,
             )
         elif len(found) > len(ours):
+            other = next(one for one in found if one not in ours)
             yield Check(
                 name="plugin",
                 status="warning",
-                message=f"another package registers {group} {name!r} as well: {found[0].value}",
+                message=f"another package registers {group} {name!r} as well: {other.value}",
                 way_out="uninstall the other package",
             )
         else:
@@ -241,7 +243,8 @@ def check_store() -> Iterator[Check]:
 
 def check_registry() -> Iterator[Check]:
     """How much is registered, and whether every champion is there."""
-    from mlflow_tula import registry, versions
+    from mlflow_tula import registry
+    from mlflow_tula.registry import versions
 
     registered = registry.find()
     yield Check(name="registry", status="ok", message=f"{len(registered)} registered predictors")
@@ -305,26 +308,31 @@ def _running_runs() -> Iterator[Run]:
 
     with store_errors("search for running runs"):
         client = MlflowClient()
-        experiments, token = [], None
-        while True:
-            page = client.search_experiments(page_token=token)
-            experiments += [one.experiment_id for one in page]
-            token = page.token
-            if not token:
-                break
-        for start in range(0, len(experiments), 100):
-            token = None
-            while True:
-                runs = client.search_runs(
-                    experiments[start : start + 100],
-                    "attributes.status = 'RUNNING'",
-                    max_results=1000,
-                    page_token=token,
-                )
-                yield from runs
-                token = runs.token
-                if not token:
-                    break
+        everywhere = [
+            one.experiment_id
+            for one in _pages(
+                lambda token: client.search_experiments(max_results=_PAGE, page_token=token)
+            )
+        ]
+        yield from _pages(
+            lambda token: client.search_runs(
+                everywhere,
+                "attributes.status = 'RUNNING'",
+                max_results=_PAGE,
+                page_token=token,
+            )
+        )
+
+
+def _pages(ask: Callable[[str | None], Any]) -> Iterator[Any]:
+    """Everything that a paged search finds."""
+    token = None
+    while True:
+        page = ask(token)
+        yield from page
+        token = page.token
+        if not token:
+            return
 
 
 def is_alive(pid: str | None, started: str | None) -> bool:

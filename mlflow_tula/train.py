@@ -35,19 +35,19 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from mlflow_tula import errors
-from mlflow_tula.checkpoint import (
+from mlflow_tula.errors import InvalidInputError, StoreError, TrainingError
+from mlflow_tula.files import read_json, write_json
+from mlflow_tula.hardware import detect
+from mlflow_tula.launch import RankFailedError, RankGroup
+from mlflow_tula.launch.failures import RankFailure
+from mlflow_tula.specs import DeviceType
+from mlflow_tula.table import check_document
+from mlflow_tula.training.checkpoint import (
     has_checkpoint,
     identity_difference,
     remove_checkpoints,
     remove_partial,
 )
-from mlflow_tula.errors import InvalidInputError, StoreError, TrainingError
-from mlflow_tula.failures import RankFailure
-from mlflow_tula.files import read_json, write_json
-from mlflow_tula.hardware import detect
-from mlflow_tula.launch import RankFailedError, RankGroup
-from mlflow_tula.specs import DeviceType
-from mlflow_tula.table import check_document
 from mlflow_tula.training.facts import (
     EVENTS_NAME,
     REQUEST_NAME,

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from mlflow_tula.errors import InvalidInputError
-from mlflow_tula.ranks import rank, report, run_rank
+from mlflow_tula.launch.ranks import rank, report, run_rank
 
 
 def main() -> None:

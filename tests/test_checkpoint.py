@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from mlflow_tula.checkpoint import (
+from mlflow_tula.errors import InvalidInputError, SchemaError, StoreError
+from mlflow_tula.training.checkpoint import (
     CHECKPOINT_NAME,
     PREVIOUS_NAME,
     capture_rng,
@@ -26,7 +27,6 @@ from mlflow_tula.checkpoint import (
     save_checkpoint,
     weights_digest,
 )
-from mlflow_tula.errors import InvalidInputError, SchemaError, StoreError
 
 IDENTITY = {"job": {"model": "vgg11"}, "plan": {"global_batch_size": 64}, "epochs": 10}
 
@@ -215,7 +215,7 @@ def test_weights_digest_sees_values_names_and_types() -> None:
 WRITER = """
 import sys, torch
 from pathlib import Path
-from mlflow_tula.checkpoint import save_checkpoint
+from mlflow_tula.training.checkpoint import save_checkpoint
 folder, number = Path(sys.argv[1]), 0
 while True:
     number += 1

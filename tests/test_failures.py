@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlflow_tula.failures import RankFailure, is_out_of_memory, one_line, root_cause
+from mlflow_tula.launch.failures import RankFailure, is_out_of_memory, one_line, root_cause
 
 OUT_OF_MEMORY = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.58 GiB",

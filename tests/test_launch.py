@@ -12,7 +12,7 @@ import pytest
 
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.launch import RankFailedError, RankGroup, launch, rank_environment
-from mlflow_tula.ranks import GROUP_VARIABLE
+from mlflow_tula.launch.ranks import GROUP_VARIABLE
 
 HERE = Path(__file__).parent
 

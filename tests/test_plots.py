@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlflow_tula import interactive, plots
-from mlflow_tula.overlays import overlays
-from mlflow_tula.panels import byte_unit, time_unit
+from mlflow_tula.plots import figures as plots
+from mlflow_tula.plots import interactive
+from mlflow_tula.plots.overlays import overlays
+from mlflow_tula.plots.panels import byte_unit, time_unit
 from mlflow_tula.recommend import recommend
 from mlflow_tula.specs import ClusterSpec, Pricing
 
@@ -178,6 +179,6 @@ def test_units_of_nothing():
 
 
 def test_figures_leave_nothing_global_and_need_no_display():
-    code = "import sys, mlflow_tula.plots as p; p._figure(1, 1, width=3.0, height=2.0);"
+    code = "import sys, mlflow_tula.plots.figures as p; p._figure(1, 1, width=3.0, height=2.0);"
     code += "sys.exit(bool({'matplotlib.pyplot', 'torch', 'mlflow'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

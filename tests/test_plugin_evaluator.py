@@ -9,8 +9,8 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.models import MetricThreshold
 
-from mlflow_tula.evaluation import Evaluation, evaluate, evaluate_bundle, measured_frame
 from mlflow_tula.registry import load, load_table
+from mlflow_tula.registry.evaluation import Evaluation, evaluate, evaluate_bundle, measured_frame
 
 pytestmark = pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")
 

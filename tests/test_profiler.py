@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from mlflow_tula.errors import InvalidInputError, ProfilingError, UnknownNameError
+from mlflow_tula.launch.ranks import PARENT_VARIABLE
 from mlflow_tula.profiler import (
     ProbeSettings,
     ProfileEvent,
@@ -25,7 +26,6 @@ from mlflow_tula.profiler import (
     is_input_bound,
     profile,
 )
-from mlflow_tula.ranks import PARENT_VARIABLE
 from mlflow_tula.table import Measurement, ProfileTable
 from mlflow_tula.workloads.job import Job
 

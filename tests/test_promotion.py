@@ -6,7 +6,7 @@ import pytest
 
 from mlflow_tula.errors import TulaWarning
 from mlflow_tula.fit import fit
-from mlflow_tula.promotion import errors, judge
+from mlflow_tula.registry.promotion import errors, judge
 
 pytestmark = pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")
 

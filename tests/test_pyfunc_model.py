@@ -16,9 +16,9 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from mlflow_tula import predictors
-from mlflow_tula.model_files import copy_formulas, input_example
-from mlflow_tula.pyfunc_model import COLUMNS, PARAMETERS, given, load_formulas
 from mlflow_tula.registry import register
+from mlflow_tula.registry.model_files import copy_formulas, input_example
+from mlflow_tula.registry.pyfunc_model import COLUMNS, PARAMETERS, given, load_formulas
 
 pytestmark = pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import mlflow_tula as tula
 from mlflow_tula.errors import InvalidInputError, TulaWarning, UnknownNameError
-from mlflow_tula.recommendation import Objective
+from mlflow_tula.recommend.recommendation import Objective
 
 GIB = 2**30
 SIZES = np.array([8, 16, 32, 64, 128, 256])

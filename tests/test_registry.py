@@ -11,10 +11,10 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from mlflow_tula import registry
 from mlflow_tula.errors import InvalidInputError, NotRegisteredError, SchemaError, StoreError
 from mlflow_tula.fit import fit
 from mlflow_tula.registry import find, load, load_table, register, resolve
+from mlflow_tula.registry import registration as registry
 from mlflow_tula.stores import ensure_experiment
 
 pytestmark = pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")

@@ -18,15 +18,15 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from mlflow_tula import tracking
-from mlflow_tula.descriptions import describe_profile
 from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.recommend import recommend
-from mlflow_tula.recommendation import Recommendation
+from mlflow_tula.recommend.recommendation import Recommendation
 from mlflow_tula.registry import load, register, resolve
 from mlflow_tula.specs import ClusterSpec, Pricing
 from mlflow_tula.table import ProfileTable
 from mlflow_tula.tracking import ProbeLogger, log_profile, log_registration, start_run
+from mlflow_tula.tracking import profiles as tracking
+from mlflow_tula.tracking.descriptions import describe_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")
 

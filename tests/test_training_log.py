@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 from mlflow import MlflowClient
 
-from mlflow_tula import training_log
 from mlflow_tula.errors import StoreError
 from mlflow_tula.runs import start_run
+from mlflow_tula.tracking import training_log
+from mlflow_tula.tracking.training_log import TrainingLogger
 from mlflow_tula.training.facts import EpochRecord, StepRecord, TrainEvent
-from mlflow_tula.training_log import TrainingLogger
 
 
 def history(run, name):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mlflow_tula.checkpoint import load_checkpoint
 from mlflow_tula.errors import TrainingError
+from mlflow_tula.training.checkpoint import load_checkpoint
 from mlflow_tula.training.facts import (
     BatchPlan,
     Limits,

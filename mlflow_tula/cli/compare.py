@@ -76,8 +76,13 @@ def command(as_json: bool, **values: Any) -> None:
 
     plan = make_plan(values)
     options.use_store(values, write=True)
-    from mlflow_tula.comparison_log import OutcomeLogger, log_comparison, title, write_documents
     from mlflow_tula.tracking import start_run
+    from mlflow_tula.tracking.comparison_log import (
+        OutcomeLogger,
+        log_comparison,
+        title,
+        write_documents,
+    )
 
     folder = Path(values["output_dir"]) / f"compare.{plan.task.dataset}"
     records = folder / RECORDS

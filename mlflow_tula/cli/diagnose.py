@@ -63,8 +63,8 @@ def command(as_json: bool, **values: Any) -> None:
     ]
     options.use_store(values, write=True)
     from mlflow_tula.diagnose import diagnose
-    from mlflow_tula.diagnosis_log import log_diagnosis, write_diagnosis
     from mlflow_tula.tracking import start_run
+    from mlflow_tula.tracking.diagnosis_log import log_diagnosis, write_diagnosis
 
     folder = Path(values["output_dir"]) / f"diagnose.{task.dataset}"
     name = f"diagnose {task.dataset}"

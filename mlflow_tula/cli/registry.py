@@ -15,7 +15,7 @@ from mlflow_tula.cli.render import print_json
 from mlflow_tula.cli.types import Listed, OpenText, count, switch
 
 if TYPE_CHECKING:
-    from mlflow_tula.versions import Comparison, Version
+    from mlflow_tula.registry.versions import Comparison, Version
 
 name_argument = click.argument("name", metavar="NAME")
 
@@ -73,8 +73,9 @@ def list_command(as_json: bool, **values: Any) -> None:
 def show_command(name: str, as_json: bool, **values: Any) -> None:
     """Every version of a predictor, and how one of them was fitted."""
     options.use_store(values, write=False)
-    from mlflow_tula import registry, versions
+    from mlflow_tula import registry
     from mlflow_tula.errors import NotRegisteredError
+    from mlflow_tula.registry import versions
 
     full = versions.registered_name(name)
     listed = versions.list_versions(full)
@@ -110,7 +111,7 @@ def show_command(name: str, as_json: bool, **values: Any) -> None:
 def compare_command(name: str, as_json: bool, **values: Any) -> None:
     """Ask several versions for the measurements of all of them: error, coverage, regret."""
     options.use_store(values, write=False)
-    from mlflow_tula import versions
+    from mlflow_tula.registry import versions
 
     found = versions.compare(versions.registered_name(name), values["versions"])
     if as_json:
@@ -140,7 +141,7 @@ def compare_command(name: str, as_json: bool, **values: Any) -> None:
 def promote_command(name: str, as_json: bool, **values: Any) -> None:
     """Make a version the champion, if the gate finds it no worse than the present one."""
     options.use_store(values, write=True)
-    from mlflow_tula import versions
+    from mlflow_tula.registry import versions
 
     full = versions.registered_name(name)
     number = values["version"]
@@ -160,7 +161,7 @@ def promote_command(name: str, as_json: bool, **values: Any) -> None:
 def rollback_command(name: str, as_json: bool, **values: Any) -> None:
     """Give the alias back to the champion before the present one."""
     options.use_store(values, write=True)
-    from mlflow_tula import versions
+    from mlflow_tula.registry import versions
 
     before = versions.rollback(versions.registered_name(name))
     if as_json:
@@ -178,7 +179,7 @@ def rollback_command(name: str, as_json: bool, **values: Any) -> None:
 def prune_command(name: str, as_json: bool, **values: Any) -> None:
     """Delete old versions; those with an alias and the champion before stay."""
     options.use_store(values, write=True)
-    from mlflow_tula import versions
+    from mlflow_tula.registry import versions
 
     full = versions.registered_name(name)
     old = versions.prune(full, keep=values["keep"], delete=values["delete"])

@@ -128,8 +128,8 @@ def run_training(
     """Train inside an MLflow run; only this process writes to MLflow, never a rank."""
     from mlflow_tula.cli.progress import TrainProgress
     from mlflow_tula.tracking import log_workload, start_run
+    from mlflow_tula.tracking.training_log import TrainingLogger
     from mlflow_tula.train import Limits, train
-    from mlflow_tula.training_log import TrainingLogger
     from mlflow_tula.workloads.describe import describe
 
     workload = describe(job)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlflow_tula.comparing.facts import Outcome
 from mlflow_tula.comparing.summary import MethodRow
-from mlflow_tula.panels import color, marker
+from mlflow_tula.plots.panels import color, marker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,7 +4,8 @@
     t >= t_0     each of R replicas steps with the gradient of its own share of the batch, and
                  weights are averaged every H steps (momentum stays with its replica)
 
-as torch's PostLocalSGDOptimizer and post_localSGD_hook do over R ranks; the tests compare both.
+as torch's PostLocalSGDOptimizer and post_localSGD_hook do over R ranks (counted as torch's
+PeriodicModelAverager counts); the tests compare with steps written out by hand.
 """
 
 from __future__ import annotations

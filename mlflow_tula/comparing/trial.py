@@ -132,6 +132,7 @@ class _Training:
             global_batch_size=trial.batch_size,
             reference_batch_size=task.reference_batch_size,
             steps_per_epoch=max(1, round(self.count / trial.batch_size)),
+            epochs=task.epochs,
         )
         self.local = None
         optimizer = reference_optimizer(task, self.model)

@@ -81,7 +81,8 @@ class PostLocalMethod:
     period: int = 4
     rule: ScalingRule = "linear"
     factor: float = 1.0
-    warmup_epochs: float = 5.0
+    warmup_epochs: float | None = None
+    """None: a tenth of the training, at most 5 epochs."""
 
     def wrap(self, optimizer: Optimizer, plan: TrainingPlan) -> MethodRun:
         """Wrap the optimizer; call the run's `attach` with the distributed model."""

@@ -108,7 +108,8 @@ class ExtrapolationMethod:
     name: str = "extrapolation"
     rule: ScalingRule = "linear"
     factor: float = 1.0
-    warmup_epochs: float = 5.0
+    warmup_epochs: float | None = None
+    """None: a tenth of the training, at most 5 epochs."""
 
     def wrap(self, optimizer: Optimizer, plan: TrainingPlan) -> MethodRun:
         """Wrap the optimizer."""

@@ -132,7 +132,8 @@ class LayerwiseMethod:
     learning_rate: float | None = None
     trust_coefficient: float = 0.01
     """The paper's 0.001 goes with rates of 10 and more, not with a scaled rate of SGD."""
-    warmup_epochs: float = 5.0
+    warmup_epochs: float | None = None
+    """None: a tenth of the training, at most 5 epochs."""
     max_norm: float | None = None
     cap: float | None = None
 

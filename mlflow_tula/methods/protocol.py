@@ -14,6 +14,7 @@ Most methods also work without a run: their wrapper hooks into `optimizer.step()
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
@@ -39,6 +40,8 @@ class TrainingPlan:
     steps_per_epoch: int = 100
     """Optimizer steps in an epoch at `global_batch_size`; warm-up is given in epochs."""
     world_size: int = 1
+    epochs: float | None = None
+    """How long the training takes, where that is known: the default warm-up is a share of it."""
 
     def __post_init__(self) -> None:
         """Refuse a plan that is not a large-batch plan."""
@@ -46,6 +49,8 @@ class TrainingPlan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidInputError(f"{name} must be a whole number of at least 1, not {value}")
+        if self.epochs is not None and not (math.isfinite(self.epochs) and self.epochs > 0):
+            raise InvalidInputError(f"epochs must be a finite number above 0, not {self.epochs}")
         if self.reference_batch_size > self.global_batch_size:
             raise InvalidInputError(
                 f"the reference batch ({self.reference_batch_size}) must not be above the batch "
@@ -58,8 +63,13 @@ class TrainingPlan:
         """Global batch size over reference batch size, at least 1."""
         return self.global_batch_size / self.reference_batch_size
 
-    def warmup_steps(self, epochs: float) -> int:
-        """Optimizer steps in so many epochs of warm-up."""
+    def warmup_steps(self, epochs: float | None) -> int:
+        """Optimizer steps in so many epochs of warm-up.
+
+        None takes a tenth of the training, and 5 epochs (Goyal et al.) where its length is unknown.
+        """
+        if epochs is None:
+            epochs = 5.0 if self.epochs is None else min(self.epochs / 10, 5.0)
         return round(epochs * self.steps_per_epoch)
 
 

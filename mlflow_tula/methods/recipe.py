@@ -64,7 +64,7 @@ RULES: tuple[RecipeRule, ...] = (
         family="sgd",
         largest_ratio=float("inf"),
         method="scaling_clip",
-        settings={"rule": "linear", "cap": 16.0, "warmup_epochs": 5.0, "max_norm": 1.0},
+        settings={"rule": "linear", "cap": 16.0, "max_norm": 1.0},
         because="scaled rate, warm-up and clip recovered 75-95 % of the gap in earlier runs",
     ),
     RecipeRule(
@@ -77,7 +77,7 @@ RULES: tuple[RecipeRule, ...] = (
         family="adaptive",
         largest_ratio=float("inf"),
         method="scaling_clip",
-        settings={"rule": "sqrt", "cap": 8.0, "warmup_epochs": 5.0, "max_norm": 1.0},
+        settings={"rule": "sqrt", "cap": 8.0, "max_norm": 1.0},
         because="Adam's noise keeps its scale under the square-root rule (arXiv 2205.10287)",
     ),
 )
@@ -98,6 +98,7 @@ def recipe(
     reference_batch_size: int,
     reference_learning_rate: float | None = None,
     steps_per_epoch: int | None = None,
+    epochs: float | None = None,
     method: str | Method = "auto",
     optimizer: OptimizerName = "sgd",
     momentum: float = 0.9,
@@ -113,6 +114,7 @@ def recipe(
         reference_batch_size: the batch whose learning rate is known, not above `batch_size`.
         reference_learning_rate: that rate; not needed when `model` is an optimizer.
         steps_per_epoch: at `batch_size`; without it warm-up takes 200 steps.
+        epochs: of the whole training; warm-up is a tenth of it, at most (and without it) 5 epochs.
         method: "auto" for the rule, a name of the catalogue, or a method.
         optimizer: made for `model` when that is not one itself; fused where torch can.
         momentum: of SGD.
@@ -132,6 +134,7 @@ def recipe(
         global_batch_size=batch_size,
         reference_batch_size=reference_batch_size,
         steps_per_epoch=steps_per_epoch or 1,
+        epochs=epochs if steps_per_epoch is not None else None,
     )
     chosen = _method(method, inner, plan, dict(settings), epochs_known=steps_per_epoch is not None)
     run = chosen.wrap(inner, plan)
@@ -187,7 +190,7 @@ def _method(
         rule = choose_method(family, float("inf") if settings else plan.ratio)
         method = rule.method
         defaults = dict(rule.settings)
-    if not epochs_known and settings.get("warmup_epochs", 0) > 0:
+    if not epochs_known and (settings.get("warmup_epochs") or 0) > 0:
         raise InvalidInputError(
             f"warmup_epochs={settings['warmup_epochs']:g} says nothing without steps_per_epoch: "
             "give both"

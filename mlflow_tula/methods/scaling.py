@@ -86,7 +86,8 @@ class ScalingMethod:
     factor: float = 1.0
     """For rule "constant"."""
     cap: float | None = None
-    warmup_epochs: float = 5.0
+    warmup_epochs: float | None = None
+    """None: a tenth of the training, at most 5 epochs (see `TrainingPlan.warmup_steps`)."""
     max_norm: float | None = None
     clip_percentile: float | None = None
     """Clip at this percentile of past norms (AutoClip) instead of at a fixed norm."""
@@ -95,7 +96,8 @@ class ScalingMethod:
         """Refuse two clips at once."""
         if self.max_norm is not None and self.clip_percentile is not None:
             raise InvalidInputError("clip at max_norm or at clip_percentile, not at both")
-        check_number("warmup_epochs", self.warmup_epochs, at_least=0)
+        if self.warmup_epochs is not None:
+            check_number("warmup_epochs", self.warmup_epochs, at_least=0)
 
     def wrap(self, optimizer: Optimizer, plan: TrainingPlan) -> MethodRun:
         """Scale the rate, warm up to it, clip."""

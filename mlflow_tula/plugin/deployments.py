@@ -73,7 +73,7 @@ class TulaDeployments(BaseDeploymentClient):  # type: ignore[misc, unused-ignore
     ) -> dict[str, Any]:
         """Make the version `models:/<name>/<number>` the champion of a model without one."""
         from mlflow_tula.errors import InvalidInputError
-        from mlflow_tula.versions import list_versions
+        from mlflow_tula.registry.versions import list_versions
 
         with _mlflow_errors():
             full = self._name(name)
@@ -95,7 +95,7 @@ class TulaDeployments(BaseDeploymentClient):  # type: ignore[misc, unused-ignore
     ) -> dict[str, Any]:
         """Promote the version `models:/<name>/<number>` by the gate, or with `-C force=true`."""
         from mlflow_tula.errors import InvalidInputError
-        from mlflow_tula.versions import promote
+        from mlflow_tula.registry.versions import promote
 
         with _mlflow_errors():
             full = self._name(name)
@@ -112,7 +112,7 @@ class TulaDeployments(BaseDeploymentClient):  # type: ignore[misc, unused-ignore
         self, name: str, config: dict[str, Any] | None = None, endpoint: str | None = None
     ) -> None:
         """Take the alias `champion` away; no version is deleted."""
-        from mlflow_tula.versions import retire
+        from mlflow_tula.registry.versions import retire
 
         with _mlflow_errors():
             retire(self._name(name))
@@ -126,7 +126,7 @@ class TulaDeployments(BaseDeploymentClient):  # type: ignore[misc, unused-ignore
 
     def get_deployment(self, name: str, endpoint: str | None = None) -> dict[str, Any]:
         """What is registered under this name."""
-        from mlflow_tula.versions import list_versions
+        from mlflow_tula.registry.versions import list_versions
 
         with _mlflow_errors():
             full = self._name(name)
@@ -137,7 +137,7 @@ class TulaDeployments(BaseDeploymentClient):  # type: ignore[misc, unused-ignore
     def _name(self, name: str | None) -> str:
         """The registered name."""
         from mlflow_tula.errors import InvalidInputError
-        from mlflow_tula.versions import registered_name
+        from mlflow_tula.registry.versions import registered_name
 
         if not name:
             raise InvalidInputError("name the deployment: a registered name, or model/dataset")

@@ -52,7 +52,7 @@ class PredictorEvaluator(ModelEvaluator):  # type: ignore[misc, unused-ignore]
         import mlflow
         from mlflow.exceptions import MlflowException
 
-        from mlflow_tula.evaluation import evaluate
+        from mlflow_tula.registry.evaluation import evaluate
 
         try:
             measured = _measured(dataset)
@@ -76,7 +76,7 @@ def _measured(dataset: Any) -> pd.DataFrame:
     """
     import pandas as pd
 
-    from mlflow_tula.evaluation import CONFIGURATION, QUANTITIES
+    from mlflow_tula.registry.evaluation import CONFIGURATION, QUANTITIES
 
     frame = dataset.features_data
     if not isinstance(frame, pd.DataFrame):
@@ -120,7 +120,7 @@ def _predicted(model: Any, measured: pd.DataFrame) -> pd.DataFrame:
     """
     import pandas as pd
 
-    from mlflow_tula.evaluation import CONFIGURATION
+    from mlflow_tula.registry.evaluation import CONFIGURATION
 
     if model is None:
         raise ValueError("the model must be a registered predictor, not None")

@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from mlflow_tula.errors import InvalidInputError, StoreError
-from mlflow_tula.failures import RankFailure
 from mlflow_tula.launch import RankFailedError, RankGroup, timeout_failure
+from mlflow_tula.launch.failures import RankFailure
+from mlflow_tula.launch.ranks import write_json
 from mlflow_tula.probes import Probe
 from mlflow_tula.probing.settings import ProbeSettings
-from mlflow_tula.ranks import write_json
 from mlflow_tula.specs import Workload
 from mlflow_tula.workloads.job import Job
 

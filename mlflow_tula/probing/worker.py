@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from mlflow_tula.ranks import run_rank, write_json
+from mlflow_tula.launch.ranks import run_rank, write_json
 
 _POLL_S = 0.02
 _PATIENCE = timedelta(days=1)  # the session has the time limits, not the collectives

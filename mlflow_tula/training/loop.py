@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from mlflow_tula.checkpoint import (
+from mlflow_tula.training.checkpoint import (
     CHECKPOINT_NAME,
     capture_rng,
     restore_rng,

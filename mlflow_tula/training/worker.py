@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from mlflow_tula.ranks import FOLDER_VARIABLE, report, run_rank
+from mlflow_tula.launch.ranks import FOLDER_VARIABLE, report, run_rank
 from mlflow_tula.training.facts import (
     EVENTS_NAME,
     REQUEST_NAME,
@@ -40,7 +40,7 @@ _SEED_STRIDE = 1_000_003
 
 def main() -> None:
     """Train as the request says and report."""
-    from mlflow_tula.checkpoint import load_checkpoint
+    from mlflow_tula.training.checkpoint import load_checkpoint
     from mlflow_tula.training.loop import TrainLoop
 
     folder = Path(os.environ[FOLDER_VARIABLE])

@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlflow_tula.overlays import overlays
-from mlflow_tula.panels import (
+from mlflow_tula.plots.overlays import overlays
+from mlflow_tula.plots.panels import (
     draw_memory,
     draw_pareto,
     draw_residuals,
@@ -21,7 +21,7 @@ from mlflow_tula.panels import (
     key,
 )
 from mlflow_tula.predictors.bundle import PredictorBundle
-from mlflow_tula.recommendation import Recommendation
+from mlflow_tula.recommend.recommendation import Recommendation
 from mlflow_tula.table import ProfileTable
 
 if TYPE_CHECKING:

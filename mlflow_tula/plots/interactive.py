@@ -7,10 +7,10 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
-from mlflow_tula.overlays import Overlay, overlays
-from mlflow_tula.panels import CHOICE_COLOR, byte_unit, color, time_unit
+from mlflow_tula.plots.overlays import Overlay, overlays
+from mlflow_tula.plots.panels import CHOICE_COLOR, byte_unit, color, time_unit
 from mlflow_tula.predictors.bundle import PredictorBundle
-from mlflow_tula.recommendation import Recommendation
+from mlflow_tula.recommend.recommendation import Recommendation
 from mlflow_tula.table import ProfileTable
 
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import psutil
 
 from mlflow_tula.errors import TulaError
-from mlflow_tula.failures import RankFailure
+from mlflow_tula.launch.failures import RankFailure
 
 FOLDER_VARIABLE = "TULA_LAUNCH_FOLDER"
 GROUP_VARIABLE = "TULA_LAUNCH_ID"

@@ -20,7 +20,9 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
 from mlflow_tula.errors import InvalidInputError, NotRegisteredError, SchemaError, StoreError
-from mlflow_tula.model_files import (
+from mlflow_tula.registry.lookup import find_version, version_of_alias
+from mlflow_tula.predictors.bundle import PredictorBundle
+from mlflow_tula.registry.model_files import (
     BUNDLE_FILE,
     TABLE_FILE,
     log_predictor,
@@ -29,13 +31,11 @@ from mlflow_tula.model_files import (
     version_description,
     version_tags,
 )
-from mlflow_tula.predictors.bundle import PredictorBundle
-from mlflow_tula.promotion import Verdict, judge
+from mlflow_tula.registry.promotion import Verdict, judge
 from mlflow_tula.specs import HardwareSpec, Spec, Workload, slugify
 from mlflow_tula.stores import (
     check_store,
     ensure_experiment,
-    masked,
     quiet_mlflow,
     store_errors,
     store_exists,
@@ -46,7 +46,6 @@ _logger = logging.getLogger(__name__)
 
 CHAMPION = "champion"
 _MAX_NAME = 250
-_ABSENT = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
 _SHOWN = 5
 
 
@@ -145,7 +144,7 @@ def load(name: str, alias: str = CHAMPION, *, version: int | None = None) -> Pre
         SchemaError: the stored bundle is of a newer schema, or not ours.
         StoreError: the store does not answer, or its file is gone.
     """
-    found = _find_version(name, alias, version)
+    found = find_version(name, alias, version)
     try:
         return PredictorBundle.from_dict(_read_json(found, BUNDLE_FILE))
     except SchemaError as error:
@@ -154,7 +153,7 @@ def load(name: str, alias: str = CHAMPION, *, version: int | None = None) -> Pre
 
 def load_table(name: str, alias: str = CHAMPION, *, version: int | None = None) -> ProfileTable:
     """The measurements that a registered version was fitted to; raises as `load` does."""
-    found = _find_version(name, alias, version)
+    found = find_version(name, alias, version)
     try:
         return ProfileTable.from_dict(_read_json(found, TABLE_FILE))
     except SchemaError as error:
@@ -210,7 +209,7 @@ def resolve(
     slug = workload if isinstance(workload, str) else workload.slug
     name = f"tula.{slug}.{hardware.slug}"
     try:
-        return _from_version(_find_version(name, alias, None), alias=alias)
+        return _from_version(find_version(name, alias, None), alias=alias)
     except NotRegisteredError as error:
         raise NotRegisteredError(_nothing_registered(slug, hardware)) from error
 
@@ -271,7 +270,7 @@ def _harmless(slug: str) -> str:
 def _judge_against_champion(name: str, bundle: PredictorBundle, table: ProfileTable) -> Verdict:
     """The gate's verdict; a champion that cannot be read is replaced, a newer one is kept."""
     try:
-        current = _find_version(name, CHAMPION, None)
+        current = find_version(name, CHAMPION, None)
     except NotRegisteredError:
         return judge(bundle, table, None)
     label = f"version {current.version} (the champion)"
@@ -335,32 +334,11 @@ def _drop_if_empty(client: MlflowClient, name: str) -> None:
         _logger.warning("could not remove the empty registered model %s: %s", name, error)
 
 
-def _find_version(name: str, alias: str, version: int | None) -> ModelVersion:
-    """The version of this alias or number; NotRegisteredError where there is none."""
-    asked = f"alias {alias!r}" if version is None else f"version {version}"
-    if not store_exists():
-        raise NotRegisteredError(
-            f"nothing is registered yet: no store at {masked(mlflow.get_registry_uri())}"
-        )
-    with store_errors(f"look up {name}"):
-        client = MlflowClient()
-        try:
-            if version is None:
-                return client.get_model_version_by_alias(name, alias)
-            return client.get_model_version(name, str(version))
-        except MlflowException as error:
-            if error.error_code not in _ABSENT:
-                raise
-            raise NotRegisteredError(
-                f"{name} has no {asked} in the registry: `tula register` makes one"
-            ) from error
-
-
 def _best_version(client: MlflowClient, model: RegisteredModel) -> RegisteredPredictor | None:
     """The champion of a registered model, or its newest version, or None when it has none."""
-    number = (model.aliases or {}).get(CHAMPION)
-    if number is not None:
-        return _from_version(client.get_model_version(model.name, str(number)), alias=CHAMPION)
+    champion = version_of_alias(client, model, CHAMPION)
+    if champion is not None:
+        return _from_version(champion, alias=CHAMPION)
     newest = max(model.latest_versions or [], key=lambda one: int(one.version), default=None)
     return None if newest is None else _from_version(newest, alias=None)
 

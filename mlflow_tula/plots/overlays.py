@@ -16,7 +16,7 @@ import numpy as np
 
 from mlflow_tula.errors import TulaWarning
 from mlflow_tula.predictors.bundle import PredictorBundle
-from mlflow_tula.recommendation import CurvePoint, Recommendation
+from mlflow_tula.recommend.recommendation import CurvePoint, Recommendation
 from mlflow_tula.table import Measurement, ProfileTable
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlflow_tula.predictors.bundle import PredictorBundle
-from mlflow_tula.recommendation import CurvePoint, Recommendation
+from mlflow_tula.recommend.recommendation import CurvePoint, Recommendation
 from mlflow_tula.table import ProfileTable
 
 _ROWS = 9

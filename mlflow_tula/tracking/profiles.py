@@ -19,17 +19,18 @@ from typing import Any
 from mlflow.data.pandas_dataset import from_pandas
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
-from mlflow_tula import interactive, plots
-from mlflow_tula.descriptions import describe_profile
-from mlflow_tula.model_files import model_tags
-from mlflow_tula.overlays import Overlay, overlays
+from mlflow_tula import plots
+from mlflow_tula.plots import interactive
+from mlflow_tula.plots.overlays import Overlay, overlays
 from mlflow_tula.predictors.bundle import PredictorBundle
-from mlflow_tula.recommendation import Recommendation
+from mlflow_tula.recommend.recommendation import Recommendation
 from mlflow_tula.registry import RegisteredPredictor
+from mlflow_tula.registry.model_files import model_tags
 from mlflow_tula.runs import PREFIX, Run, log_batch, start_run
 from mlflow_tula.specs import HardwareSpec, Workload
 from mlflow_tula.stores import quiet_mlflow, store_errors
 from mlflow_tula.table import Measurement, ProfileTable
+from mlflow_tula.tracking.descriptions import describe_profile
 
 __all__ = [
     "ProbeLogger",

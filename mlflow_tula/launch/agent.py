@@ -1,6 +1,6 @@
 """The agent between a caller and its ranks: torch.distributed.run, plus a note of exit codes.
 
-`python -m mlflow_tula.launch_agent <torchrun's own arguments>`. torchrun tells the exit code of a
+`python -m mlflow_tula.launch.agent <torchrun's own arguments>`. torchrun tells the exit code of a
 rank that was killed only in a table on stderr; this writes them as `exits.json`.
 """
 
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from mlflow_tula.ranks import FOLDER_VARIABLE, write_json
+from mlflow_tula.launch.ranks import FOLDER_VARIABLE, write_json
 
 
 def main(arguments: list[str]) -> int:

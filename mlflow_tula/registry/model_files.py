@@ -25,8 +25,8 @@ from mlflow.types.schema import ColSpec, ParamSchema, ParamSpec, Schema, TensorS
 from mlflow_tula import predictors
 from mlflow_tula.errors import SchemaError, StoreError
 from mlflow_tula.predictors.bundle import BUNDLE_SCHEMA_VERSION, PredictorBundle
-from mlflow_tula.promotion import Verdict
-from mlflow_tula.pyfunc_model import COLUMNS, PARAMETERS
+from mlflow_tula.registry.promotion import Verdict
+from mlflow_tula.registry.pyfunc_model import COLUMNS, PARAMETERS
 from mlflow_tula.specs import HardwareSpec, Workload
 from mlflow_tula.stores import masked, quiet_mlflow
 from mlflow_tula.table import ProfileTable

@@ -6,11 +6,11 @@
         group.results()               # what each rank gave to report()
 
 The calling process never imports torch. Between it and the ranks stands one agent process,
-`python -m mlflow_tula.launch_agent`, which is torch.distributed.run itself plus a JSON note of
+`python -m mlflow_tula.launch.agent`, which is torch.distributed.run itself plus a JSON note of
 the exit codes. Ranks start with a clean environment: no MLFLOW_RUN_ID (a worker that holds it
 resumes and ends the parent's run), nothing of an outer launcher, and the parent's import path.
 
-A rank's side is `mlflow_tula.ranks.run_rank(work)`: it reports an exception as JSON and leaves at
+A rank's side is `mlflow_tula.launch.ranks.run_rank(work)`: it reports an exception as JSON and leaves at
 once, so that peers waiting in an all-reduce are stopped by the agent and never wait for ever.
 """
 
@@ -35,8 +35,8 @@ from typing import Any, Self, cast
 import psutil
 
 from mlflow_tula.errors import InvalidInputError, WorkFailedError
-from mlflow_tula.failures import RankFailure, root_cause
-from mlflow_tula.ranks import FOLDER_VARIABLE, GROUP_VARIABLE, PARENT_VARIABLE, signal_all
+from mlflow_tula.launch.failures import RankFailure, root_cause
+from mlflow_tula.launch.ranks import FOLDER_VARIABLE, GROUP_VARIABLE, PARENT_VARIABLE, signal_all
 from mlflow_tula.specs import check_int
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class RankGroup:
             placement += ["--master-addr", host, "--master-port", port]
         else:
             placement += ["--standalone", "--local-addr", "localhost"]
-        self._command = [sys.executable, "-m", "mlflow_tula.launch_agent", *placement]
+        self._command = [sys.executable, "-m", "mlflow_tula.launch.agent", *placement]
         self._command += ["--module", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mlflow_tula.batches import check_candidates, divisors
 from mlflow_tula.errors import ExtrapolationWarning, InvalidInputError, MayNotReachTargetWarning
 from mlflow_tula.knee import KneeRule
-from mlflow_tula.recommendation import CurvePoint, Objective
+from mlflow_tula.recommend.recommendation import CurvePoint, Objective
 from mlflow_tula.specs import ClusterSpec, Pricing, check_choice, check_int, check_real
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlflow_tula.overlays import Overlay
-from mlflow_tula.recommendation import Recommendation
+from mlflow_tula.plots.overlays import Overlay
+from mlflow_tula.recommend.recommendation import Recommendation
 
 if TYPE_CHECKING:
     import pandas as pd

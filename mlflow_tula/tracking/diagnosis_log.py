@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlflow_tula.panels import color
+from mlflow_tula.plots.panels import color
 from mlflow_tula.runs import Run
 
 if TYPE_CHECKING:

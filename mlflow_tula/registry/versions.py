@@ -15,18 +15,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
 from mlflow_tula.errors import InvalidInputError, NotRegisteredError, StoreError, WorkFailedError
-from mlflow_tula.evaluation import Evaluation, evaluate_bundle
 from mlflow_tula.hardware import detect
-from mlflow_tula.promotion import Verdict, judge
+from mlflow_tula.registry.lookup import ABSENT, dangling, require_store
 from mlflow_tula.registry import CHAMPION, find, load, load_table
+from mlflow_tula.registry.evaluation import Evaluation, evaluate_bundle
+from mlflow_tula.registry.promotion import Verdict, judge
 from mlflow_tula.specs import Spec, check_int, slugify
-from mlflow_tula.stores import masked, store_errors, store_exists
+from mlflow_tula.stores import store_errors
 from mlflow_tula.table import Measurement
 
 MAX_COMPARED = 10
@@ -85,10 +85,7 @@ def list_versions(name: str) -> list[Version]:
     champion = _champion_number(model)
     numbers = {int(one.version) for one in found}
     if champion is not None and champion not in numbers:
-        raise StoreError(
-            f"the alias {CHAMPION!r} of {name} points to version {champion}, which was deleted: "
-            f"choose another with `tula registry promote {name} --version {max(numbers)} --force`"
-        )
+        raise StoreError(dangling(name, CHAMPION, champion))
     return _sorted(model, found)
 
 
@@ -229,16 +226,13 @@ def compare(name: str, versions: Sequence[int] | None = None) -> list[Comparison
 
 def _fetch(name: str) -> tuple[RegisteredModel, list[ModelVersion]]:
     """The registered model with its versions (whose own `aliases` MLflow leaves empty)."""
-    if not store_exists():
-        raise NotRegisteredError(
-            f"nothing is registered yet: no store at {masked(mlflow.get_registry_uri())}"
-        )
+    require_store()
     with store_errors(f"look up {name}"):
         client = MlflowClient()
         try:
             model = client.get_registered_model(name)
         except MlflowException as error:
-            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            if error.error_code not in ABSENT:
                 raise
             raise NotRegisteredError(_no_such_model(name)) from error
         found, token = [], None

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlflow_tula.curve import Request, limits, listed, make_curve
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.knee import (
     DEFAULT_RULE,
@@ -26,7 +25,8 @@ from mlflow_tula.knee import (
     choose_minimum,
     relative_noise,
 )
-from mlflow_tula.recommendation import CurvePoint, Objective, Recommendation
+from mlflow_tula.recommend.curve import Request, limits, listed, make_curve
+from mlflow_tula.recommend.recommendation import CurvePoint, Objective, Recommendation
 from mlflow_tula.specs import ClusterSpec, Pricing
 
 if TYPE_CHECKING:

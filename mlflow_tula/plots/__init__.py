@@ -1,0 +1,21 @@
+"""Figures from core types: matplotlib for files, plotly for an offline page."""
+
+from mlflow_tula.plots.figures import (
+    epoch_time,
+    memory,
+    overview,
+    pareto,
+    residuals,
+    save_png,
+    step_time,
+)
+
+__all__ = [
+    "epoch_time",
+    "memory",
+    "overview",
+    "pareto",
+    "residuals",
+    "save_png",
+    "step_time",
+]
