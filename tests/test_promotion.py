@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from mlflow_tula.errors import TulaWarning
 from mlflow_tula.fit import fit
-from mlflow_tula.registry.promotion import errors, judge
+from mlflow_tula.registry.evaluation import Evaluation
+from mlflow_tula.registry.promotion import _compared, agree, judge
 
 pytestmark = pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")
 
@@ -85,9 +85,35 @@ def test_without_the_champions_table_the_champion_itself_is_asked(table, bundle,
     assert verdict.champion_step_time_error is not None
 
 
-def test_errors_are_fractions_and_silent_about_what_is_unknown(table, bundle, recwarn):
-    found = errors(bundle, table.ok, "step_time_s")
-    assert len(found) == len(table.ok)
-    assert max(found) < 0.5
-    assert errors(replace(bundle, memory=None), table.ok, "peak_memory_bytes") == []
-    assert not [one for one in recwarn if issubclass(one.category, TulaWarning)]
+def test_tables_agree_on_what_they_share(table, remeasured):
+    assert agree(table, remeasured(seed=1, noise=0.02)[0])
+    assert not agree(table, remeasured(scale=1.4)[0])
+    assert not agree(smaller(table, {8}), smaller(table, {32}))
+
+
+def test_the_champions_rows_count_where_both_tables_agree(table, bundle):
+    # On its own rows the new profile does as well; the champion's show what it does not know.
+    few = smaller(table, {8, 16, 32})
+    verdict = judge(fit(few), few, bundle, table)
+    alone = judge(fit(few), few, bundle, None)
+    assert verdict.step_time_error != alone.step_time_error
+    assert "on sizes left out" in verdict.reason
+
+
+def test_coverage_and_regret_count(table, bundle):
+    fine = Evaluation(rows=20, mape=0.05, coverage=0.95, regret=0.0)
+    assert not _compared(fine, fine, "x").reason.startswith("not")
+    narrow = replace(fine, coverage=0.6)
+    assert "worse in coverage" in _compared(narrow, fine, "x").reason
+    # Intervals that keep what they promise are good enough.
+    assert _compared(replace(fine, coverage=0.86), replace(fine, coverage=1.0), "x").promoted
+    # One row of a few says nothing.
+    assert _compared(
+        replace(fine, rows=5, coverage=0.8), replace(fine, rows=5, coverage=1.0), "x"
+    ).promoted
+    poor = replace(fine, regret=0.2)
+    verdict = _compared(poor, fine, "version 4")
+    assert not verdict.promoted
+    assert "worse in regret: step time error 5.0% against 5.0%" in verdict.reason
+    assert "regret 20.0% against 0.0% of version 4" in verdict.reason
+    assert _compared(fine, poor, "x").promoted

@@ -73,10 +73,14 @@ def evaluate_bundle(bundle: PredictorBundle, rows: Iterable[Measurement]) -> Eva
     measured = measured_frame(rows)
     if measured.empty:
         return Evaluation(rows=0)
+    return evaluate(ask(bundle, measured), measured)
+
+
+def ask(bundle: PredictorBundle, measured: pd.DataFrame) -> pd.DataFrame:
+    """A bundle's predictions for the rows of `measured_frame`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TulaWarning)
-        predicted = bundle.predict(measured[list(CONFIGURATION)].astype("int64"))
-    return evaluate(predicted, measured)
+        return bundle.predict(measured[list(CONFIGURATION)].astype("int64"))
 
 
 def evaluate(predicted: pd.DataFrame, measured: pd.DataFrame) -> Evaluation:

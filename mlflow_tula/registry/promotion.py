@@ -1,35 +1,56 @@
-"""The first gate: may a new fit take the champion's place?
+"""The gate: may a new fit take the champion's place?
 
-Protocol, on the rows of the *new* table, for step time and for memory:
-
-1. Both predictors as they are. The new one has seen these rows, so this only finds one that is
-   broken.
+1. Both predictors as they are, on the rows of the new table. The new one has seen them, so this
+   only finds one that is broken.
 2. Each configuration left out of both tables in turn, both refitted, both asked for it: neither
-   has seen it. This finds a profile of too few or too noisy probes. (Where the champion's table is
-   not at hand, the champion itself is asked.)
+   has seen it. This finds a profile of too few or too noisy probes. The rows are those of both
+   tables where the two agree on what they share; where they do not, the machine or the code has
+   changed, and only the new rows tell what is true now. (Where the champion's table is not at
+   hand, the champion itself is asked.)
 
-"No worse" allows what re-measuring the same configuration differs by, so that noise alone does not
-freeze an old champion.
+Compared are the errors of step time and memory, the coverage of the intervals and the regret of
+the choice (evaluation.py). "No worse" allows what re-measuring the same configuration differs by,
+so that noise alone does not freeze an old champion.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from mlflow_tula.errors import TableError, TulaWarning
 from mlflow_tula.fit import fit
 from mlflow_tula.predictors.bundle import PredictorBundle
+from mlflow_tula.registry.evaluation import (
+    Evaluation,
+    ask,
+    evaluate,
+    evaluate_bundle,
+    measured_frame,
+)
 from mlflow_tula.specs import Spec
 from mlflow_tula.table import Measurement, ProfileTable
 
-TOLERANCE = {"step_time_s": 0.02, "peak_memory_bytes": 0.05}
-"""Fractions by which an error may exceed the champion's. On public tables two measurements of one
-configuration differ by 1.9 % in time at the median; memory moves in jumps."""
+TOLERANCE = {"mape": 0.02, "memory_mape": 0.05, "regret": 0.05}
+"""Fractions by which a number may exceed the champion's. On public tables two measurements of one
+configuration differ by 1.9 % in time at the median, which moves a choice between two sizes by twice
+as much; memory moves in jumps."""
+
+COVERAGE_PROMISED = 0.85
+"""Intervals of 90 % that hold at least so many rows are not worse, whatever the champion's hold."""
+
+AGREE = 0.10
+"""Largest median difference (fraction) of the step times that two tables share."""
 
 _MAX_FOLDS = 8
-_NAMES = {"step_time_s": "step time", "peak_memory_bytes": "memory"}
+_NAMES = {
+    "mape": "step time error",
+    "memory_mape": "memory error",
+    "coverage": "coverage",
+    "regret": "regret",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,64 +85,70 @@ def judge(
     if bundle.memory is None and champion.memory is not None:
         text = f"it has no memory measurements, {champion_name} has"
         return Verdict(promoted=False, reason=f"not promoted: {text}")
-    for quantity, name in _NAMES.items():
-        mine = _mean(errors(bundle, table.ok, quantity))
-        theirs = _mean(errors(champion, table.ok, quantity))
-        if _is_worse(mine, theirs, quantity):
-            text = (
-                f"its {name} error on its own table is {mine:.1%}, {champion_name}'s {theirs:.1%}"
-            )
+    own, theirs = (evaluate_bundle(one, table.ok) for one in (bundle, champion))
+    for name in ("mape", "memory_mape"):
+        if _is_worse(own, theirs, name):
+            text = f"its {_against(own, theirs, name)} of {champion_name}, on its own table"
             return Verdict(promoted=False, reason=f"not promoted: {text}")
-    pairs = _left_out(table, champion_table, champion)
-    own, other = pairs["step_time_s"]
+    left_out = _left_out(table, champion_table, champion)
+    if left_out is None:
+        text = f"too few batch sizes to check it against {champion_name}"
+        return Verdict(promoted=False, reason=f"not promoted: {text}")
+    return _compared(*left_out, champion_name)
+
+
+def _compared(own: Evaluation, theirs: Evaluation, champion_name: str) -> Verdict:
+    """The verdict on two evaluations of the same rows."""
     said = [
-        f"{name} error {pairs[quantity][0]:.1%} against {pairs[quantity][1]:.1%}"
-        for quantity, name in _NAMES.items()
-        if None not in pairs[quantity]
+        _against(own, theirs, name)
+        for name in _NAMES
+        if None not in (getattr(own, name), getattr(theirs, name))
     ]
-    promoted = own is not None and not any(_is_worse(*pair, name) for name, pair in pairs.items())
-    if own is None:
-        reason = f"too few batch sizes to check it against {champion_name}"
-    else:
-        reason = f"{', '.join(said)} of {champion_name}, on sizes left out"
+    worse = [words for name, words in _NAMES.items() if _is_worse(own, theirs, name)]
+    text = f"{', '.join(said)} of {champion_name}, on sizes left out"
+    if worse:
+        text = f"worse in {' and '.join(worse)}: {text}"
     return Verdict(
-        promoted=promoted,
-        reason=f"{'promoted' if promoted else 'not promoted'}: {reason}",
-        step_time_error=own,
-        champion_step_time_error=other,
+        promoted=not worse,
+        reason=f"{'not promoted' if worse else 'promoted'}: {text}",
+        step_time_error=own.mape,
+        champion_step_time_error=theirs.mape,
     )
 
 
-def _is_worse(mine: float | None, theirs: float | None, quantity: str) -> bool:
-    """Whether an error exceeds the other by more than is allowed; unknown ones do not."""
-    return mine is not None and theirs is not None and mine > theirs + TOLERANCE[quantity]
+def _against(own: Evaluation, theirs: Evaluation, name: str) -> str:
+    """One number of both, in words."""
+    return f"{_NAMES[name]} {getattr(own, name):.1%} against {getattr(theirs, name):.1%}"
 
 
-def errors(bundle: PredictorBundle, rows: Sequence[Measurement], quantity: str) -> list[float]:
-    """Absolute percentage errors (fractions) of a bundle on measured rows; unknowns left out."""
-    import pandas as pd
+def _is_worse(own: Evaluation, theirs: Evaluation, name: str) -> bool:
+    """Whether a number is worse than the champion's by more than is allowed; unknown ones are not.
 
-    measured = [row for row in rows if getattr(row, quantity)]
-    if not measured:
-        return []
-    names = ("local_batch_size", "nodes", "devices_per_node", "accumulation_steps")
-    frame = pd.DataFrame([{name: getattr(row, name) for name in names} for row in measured])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TulaWarning)
-        predicted = bundle.predict(frame)[quantity]
-    pairs = zip(predicted, (getattr(row, quantity) for row in measured), strict=True)
-    return [abs(float(p) / float(m) - 1.0) for p, m in pairs if p == p]
+    A few rows are a coarse measure of coverage: one row more or less says nothing.
+    """
+    mine, other = getattr(own, name), getattr(theirs, name)
+    if mine is None or other is None:
+        return False
+    if name == "coverage":
+        return bool(mine < COVERAGE_PROMISED and (other - mine) * own.rows > 1.5)
+    return bool(mine > other + TOLERANCE[name])
 
 
 def _left_out(
     table: ProfileTable, champion_table: ProfileTable | None, champion: PredictorBundle
-) -> dict[str, tuple[float | None, float | None]]:
-    """Mean errors of both on configurations that neither fit has seen; at most eight refits."""
-    configurations = list(dict.fromkeys(_configuration(row) for row in table.ok))
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in _NAMES}
+) -> tuple[Evaluation, Evaluation] | None:
+    """Both on configurations that neither fit has seen; None where there is nothing to compare."""
+    import pandas as pd
+
+    if len({_configuration(row) for row in table.ok}) < 2:
+        return None
+    rows = list(table.ok)
+    if champion_table is not None and agree(table, champion_table):
+        rows += [row for row in champion_table.ok if row not in set(rows)]
+    configurations = list(dict.fromkeys(_configuration(row) for row in rows))
+    asked, mine, theirs = [], [], []
     for start in range(min(_MAX_FOLDS, len(configurations))):
         unseen = set(configurations[start::_MAX_FOLDS])
-        asked = [row for row in table.ok if _configuration(row) in unseen]
         own = _refit(table, unseen)
         if champion_table is None:
             other: PredictorBundle | None = champion
@@ -130,10 +157,30 @@ def _left_out(
         # Only where both can answer: otherwise the harder questions would count for one alone.
         if own is None or other is None:
             continue
-        for quantity, (mine, theirs) in found.items():
-            mine += errors(own, asked, quantity)
-            theirs += errors(other, asked, quantity)
-    return {name: (_mean(mine), _mean(theirs)) for name, (mine, theirs) in found.items()}
+        frame = measured_frame(row for row in rows if _configuration(row) in unseen)
+        asked.append(frame)
+        mine.append(ask(own, frame))
+        theirs.append(ask(other, frame))
+    if not asked:
+        return None
+    measured, first, second = (pd.concat(one, ignore_index=True) for one in (asked, mine, theirs))
+    return evaluate(first, measured), evaluate(second, measured)
+
+
+def agree(table: ProfileTable, other: ProfileTable) -> bool:
+    """Whether two tables measured the same thing: what they share differs by no more than AGREE."""
+    mine, theirs = _step_times(table.ok), _step_times(other.ok)
+    ratios = [mine[one] / theirs[one] for one in mine.keys() & theirs.keys()]
+    return bool(ratios) and 1 / (1 + AGREE) <= median(ratios) <= 1 + AGREE
+
+
+def _step_times(rows: Sequence[Measurement]) -> dict[tuple[int, int, int, int], float]:
+    """The median step time of each configuration."""
+    found: dict[tuple[int, int, int, int], list[float]] = {}
+    for row in rows:
+        if row.step_time_s is not None:
+            found.setdefault(_configuration(row), []).append(row.step_time_s)
+    return {configuration: median(times) for configuration, times in found.items()}
 
 
 def _refit(table: ProfileTable, without: set[tuple[int, int, int, int]]) -> PredictorBundle | None:
@@ -153,9 +200,3 @@ def _refit(table: ProfileTable, without: set[tuple[int, int, int, int]]) -> Pred
 def _configuration(row: Measurement) -> tuple[int, int, int, int]:
     """What tells two trials apart."""
     return row.local_batch_size, row.nodes, row.devices_per_node, row.accumulation_steps
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    """The mean, or None of nothing."""
-    listed = list(values)
-    return sum(listed) / len(listed) if listed else None

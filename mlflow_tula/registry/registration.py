@@ -20,8 +20,8 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
 from mlflow_tula.errors import InvalidInputError, NotRegisteredError, SchemaError, StoreError
-from mlflow_tula.registry.lookup import find_version, version_of_alias
 from mlflow_tula.predictors.bundle import PredictorBundle
+from mlflow_tula.registry.lookup import find_version, version_of_alias
 from mlflow_tula.registry.model_files import (
     BUNDLE_FILE,
     TABLE_FILE,

@@ -21,9 +21,9 @@ from mlflow.exceptions import MlflowException
 
 from mlflow_tula.errors import InvalidInputError, NotRegisteredError, StoreError, WorkFailedError
 from mlflow_tula.hardware import detect
-from mlflow_tula.registry.lookup import ABSENT, dangling, require_store
 from mlflow_tula.registry import CHAMPION, find, load, load_table
 from mlflow_tula.registry.evaluation import Evaluation, evaluate_bundle
+from mlflow_tula.registry.lookup import ABSENT, dangling, require_store
 from mlflow_tula.registry.promotion import Verdict, judge
 from mlflow_tula.specs import Spec, check_int, slugify
 from mlflow_tula.stores import store_errors
