@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from mlflow_tula.errors import ProfilingError
+from mlflow_tula.errors import ProfilingError, TulaError
 from mlflow_tula.files import write_json
 from mlflow_tula.probes import Probe
 from mlflow_tula.probing.events import EventKind, ProfileEvent, SweepRequest
@@ -117,7 +117,13 @@ class Sweep:
                 self.reason = budget if self._left_out else "every candidate was measured"
                 return None
             search = self._make_search()
-            probe = search.next_probe(self.table, self.elapsed_s)
+            try:
+                probe = search.next_probe(self.table, self.elapsed_s)
+            except TulaError as error:
+                # What was measured is worth more than the search's opinion of the next probe.
+                self.reason = f"the search could not go on: {error}"
+                logger.warning("%s", self.reason)
+                return None
             self.reason = search.reason
             if probe is None or not self._too_slow(probe):
                 return probe
