@@ -45,7 +45,8 @@ dependencies:
 
 def command_of(name: str) -> tuple[click.Command, click.Context]:
     """A command and a context that knows its full name."""
-    context = click.Context(tula, info_name="tula")
+    # With its settings: `-h` is known to every command below it.
+    context = click.Context(tula, info_name="tula", **tula.context_settings)
     command = tula.get_command(context, name)
     assert command is not None
     return command, click.Context(command, info_name=name, parent=context)

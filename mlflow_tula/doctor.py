@@ -247,7 +247,7 @@ def check_registry() -> Iterator[Check]:
     from mlflow_tula.registry import versions
 
     registered = registry.find()
-    yield Check(name="registry", status="ok", message=f"{len(registered)} registered predictors")
+    yield Check(name="registry", status="ok", message=f"registered predictors: {len(registered)}")
     for one in registered:
         try:
             versions.list_versions(one.name)
@@ -266,7 +266,7 @@ def check_runs() -> Iterator[Check]:
     yield Check(
         name="runs",
         status="warning",
-        message=f"{len(stale)} runs say RUNNING, but their process has died: {names}{more}",
+        message=f"RUNNING runs whose process has died: {len(stale)} ({names}{more})",
         way_out="`tula doctor --fix` closes them",
     )
 

@@ -80,7 +80,7 @@ def test_stale_runs_are_found_and_closed(store: Path, capsys: pytest.CaptureFixt
     assert {one.run_id for one in doctor.stale_runs()} == {dead, nested, again}
     code, out, _ = call(capsys)
     assert code == 0
-    assert "3 runs say RUNNING, but their process has died" in out
+    assert "RUNNING runs whose process has died: 3 (" in out
     assert "-> `tula doctor --fix` closes them" in out
     assert client.get_run(dead).info.status == "RUNNING"
 

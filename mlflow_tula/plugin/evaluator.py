@@ -171,31 +171,33 @@ def _figure(predicted: pd.DataFrame, measured: pd.DataFrame) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from mlflow_tula.plots.panels import batch_axis
+
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    axes.axhline(0.0, color="0.4", linewidth=0.8)
     truth = measured["step_time_s"].astype(float)
     worlds = measured["nodes"] * measured["devices_per_node"]
-    for world in sorted(worlds.unique()):
+    for number, world in enumerate(sorted(worlds.unique())):
         mine = worlds == world
         error, *ends = (
             100 * (predicted.loc[mine, name].astype(float) / truth[mine] - 1.0)
             for name in ("step_time_s", "step_time_s_lower", "step_time_s_upper")
             if name in predicted
         )
-        bars = [abs(error - end) for end in ends] if len(ends) == 2 else None
+        # A little apart, or the bars of one size would hide each other.
         axes.errorbar(
-            measured.loc[mine, "global_batch_size"],
+            measured.loc[mine, "global_batch_size"] * 1.04**number,
             error,
-            yerr=bars,
+            yerr=[abs(error - end) for end in ends] if len(ends) == 2 else None,
             fmt="o",
             capsize=3,
             label=f"{world} device{'s' if world > 1 else ''}",
         )
-    axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("global batch size (samples)")
-    axes.set_ylabel("predicted over measured step time, less one (%)")
-    axes.grid(alpha=0.25)
+    axes.set_title("step time: predictions with their interval against measurements")
+    axes.set_ylabel("predicted / measured - 1, %")
+    sizes = sorted({int(size) for size in measured["global_batch_size"]})
+    batch_axis(axes, "global batch size, samples", sizes)
     axes.legend()
     return figure

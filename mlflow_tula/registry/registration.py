@@ -189,7 +189,9 @@ def find(
             if not token:
                 break
         shown = [_best_version(client, model) for model in models]
-    return sorted((one for one in shown if one is not None), key=lambda one: one.name)
+    # Others may register models of their own under `tula.`: they predict no workload.
+    found = [one for one in shown if one is not None and one.workload_slug]
+    return sorted(found, key=lambda one: one.name)
 
 
 def resolve(
