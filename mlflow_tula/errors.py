@@ -44,7 +44,7 @@ class UnknownNameError(InvalidInputError):
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         """Make the message from the kind of name, the name and the names that exist."""
         choices = sorted(known)
-        near = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.5)
+        near = _nearest(name.lower(), choices)
         if near:
             way_out = f"did you mean {' or '.join(near)}?"
         elif len(choices) <= 12:
@@ -63,6 +63,16 @@ class TableError(InvalidInputError):
 
 class SchemaError(InvalidInputError):
     """A stored document of another schema version, or not a document of ours."""
+
+
+def _nearest(name: str, choices: list[str]) -> list[str]:
+    """Up to three choices like `name`, the most alike first, equals in alphabetical order."""
+
+    def likeness(choice: str) -> float:
+        return difflib.SequenceMatcher(None, name, choice).ratio()
+
+    alike = [choice for choice in choices if likeness(choice) >= 0.5]
+    return sorted(alike, key=lambda choice: (-likeness(choice), choice))[:3]
 
 
 class NotRegisteredError(TulaError, LookupError):

@@ -11,7 +11,8 @@ the exit codes. Ranks start with a clean environment: no MLFLOW_RUN_ID (a worker
 resumes and ends the parent's run), nothing of an outer launcher, and the parent's import path.
 
 A rank's side is `mlflow_tula.launch.ranks.run_rank(work)`: it reports an exception as JSON and
-leaves at once, so that peers waiting in an all-reduce are stopped by the agent and never wait for ever.
+leaves at once, so that peers waiting in an all-reduce are stopped by the agent and never wait
+for ever.
 """
 
 from __future__ import annotations
