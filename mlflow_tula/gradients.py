@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 DEFAULT_SMOOTHING = 0.16
-"""alpha, the weight of the newest change (METHOD.md section 7)."""
+"""alpha, the weight of the newest change (docs/method.md)."""
 
 
 def next_variability(

@@ -142,7 +142,10 @@ class HardwareSpec(Spec):
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hex digits: equal fingerprints mean equal predictions (DESIGN.md section 5)."""
+        """Twelve hex digits: equal fingerprints mean equal predictions.
+
+        Hashed is what changes step time; host name, driver and free memory are recorded only.
+        """
         facts: dict[str, object] = {
             "device_type": self.device_type,
             "device_name": self.device_name,

@@ -43,8 +43,9 @@ class Measurement(Spec):
     `step_time_s` is the median over steps and the maximum over ranks; `step_time_std_s` the
     spread over steps. `compute_time_s`, `sync_time_s`, `data_time_s` and `optimizer_time_s` are
     its parts, where they were measured. `peak_memory_bytes` is what the feasibility limit applies
-    to (reserved on CUDA, the step's allocated peak plus what the process holds on a CPU);
-    `allocated_memory_bytes` and `device_used_bytes` are the other two numbers. `cpu_time_ratio`
+    to (reserved on CUDA; on a CPU what the process holds without a model, plus the larger of
+    allocated bytes and resident growth); `allocated_memory_bytes` (live tensors) and
+    `device_used_bytes` (on a CPU the kernel's resident peak) are other numbers. `cpu_time_ratio`
     is process time over wall time and thread: far below its quiet value it tells contention.
     """
 

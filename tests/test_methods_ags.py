@@ -125,7 +125,7 @@ class TestTheRule:
 
 class TestWhatScalingMeansToAnOptimizer:
     def test_momentum_carries_a_scaled_gradient_on(self):
-        # METHOD: with momentum 0.9 one step scaled by 4 adds 19.5 gradients over the next ten
+        # with momentum 0.9 one step scaled by 4 adds 19.5 gradients over the next ten
         def travelled(multipliers):
             p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
             optimizer = sgd(p, momentum=0.9)

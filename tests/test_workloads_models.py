@@ -202,7 +202,7 @@ def test_unknown_loss_and_optimizer_name_the_known() -> None:
         main_output("text")
 
 
-# VGG11, 10 classes, 32x32, SGD with momentum: METHOD's table in MiB less about 4 of other shape.
+# VGG11, 10 classes, 32x32, SGD with momentum: measured, in MiB, less about 4 of other shape.
 @pytest.mark.parametrize(("batch", "mib"), [(8, 1485), (64, 1533), (128, 1592), (1024, 2625)])
 def test_memory_estimate_of_vgg11(batch: int, mib: int) -> None:
     estimate = estimate_step_memory(Job(model="vgg11"), batch)

@@ -283,12 +283,12 @@ def rank_environment(
     }
     here = [path or str(Path.cwd()) for path in sys.path]
     environment |= {
-        # The caller's import path, and not the folder it happens to stand in (STYLE: a file
+        # The caller's import path, and not the folder it happens to stand in (a file
         # named like a standard module would shadow it).
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(here)),
         "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": str(threads),
-        # Spinning threads collapse when anything else runs on the machine (METHOD section 9).
+        # Spinning threads collapse when anything else runs on the machine.
         "OMP_WAIT_POLICY": "passive",
         "KINETO_LOG_LEVEL": "5",
         FOLDER_VARIABLE: str(folder),

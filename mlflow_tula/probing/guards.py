@@ -14,7 +14,7 @@ from mlflow_tula.table import Measurement, ProfileTable
 CPU_MEMORY_SHARE = 0.9
 """Of the memory that is available when a sweep begins, so much is the ranks'."""
 ESTIMATE_FACTOR = 1.5
-"""A process grows by up to twice what its tensors take (METHOD.md section 4)."""
+"""A process grows by up to twice what its tensors take (seen with VGG11, docs/method.md)."""
 _EXTRA_STEPS = 1.5
 """Evaluation and gradient passes of a short probe, in steps."""
 

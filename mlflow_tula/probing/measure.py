@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 INPUT_BOUND_SHARE = 0.5
 """A step that waits for data longer than this share of its time is input-bound."""
 LINK_BYTES = (2**20, 2**22, 2**24, 2**26)
-"""All-reduce sizes of the link measurement; smaller ones tell little (METHOD.md section 9)."""
+"""All-reduce sizes of the link measurement; smaller ones tell little (docs/method.md)."""
 _MAX_LINK_BYTES = 2**28
 _SMALL_PROBE = 8
 

@@ -6,7 +6,7 @@
               size measured, less one; one value for each layout (nodes x devices) of two sizes
               or more
 
-A low error and a good choice are different goals (METHOD: regret is what a person pays), so both
+A low error and a good choice are different goals (regret is what a person pays), so both
 are given. All of them are fractions.
 """
 

@@ -118,7 +118,7 @@ class Schedule(Spec):
         gradient <- gradient * min(1, clip_norm / norm)
 
     The job's learning rate is the one for `reference_batch_size`. The square root with warm-up
-    and a clip at 1 never diverged where linear scaling did (METHOD: factor + warm-up + clip); f
+    and a clip at 1 never diverged where linear scaling did (docs/method.md); f
     is `final_factor`, T the steps of all epochs. `clip_norm` 0 leaves gradients as they are.
     """
 

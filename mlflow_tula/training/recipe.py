@@ -24,7 +24,7 @@ from mlflow_tula.gradients import next_variability
 from mlflow_tula.training.facts import BatchPlan, Schedule
 
 VARIABILITY_SMOOTHING = 0.16
-"""Weight of the newest change of the gradient norm (METHOD section 7, SelSync)."""
+"""Weight of the newest change of the gradient norm (SelSync, arXiv 2307.07950)."""
 
 _SLOWEST_BATCH_NORM = 0.1
 _BATCH_NORM_WINDOWS = 10

@@ -73,7 +73,7 @@ DEFAULT_LEARNING_RATES: dict[str, float] = {
 
 SYNTHETIC_SIZE, SYNTHETIC_CHANNELS, SYNTHETIC_CLASSES = 2048, 3, 10
 
-_IMPORT_PATH = re.compile(r"^[^:\s]+:[A-Za-z_][\w.]*$")
+_IMPORT_PATH = re.compile(r"^[^:]+:[A-Za-z_][\w.]*$")
 
 
 def fitting_image_size(model: str, size: int) -> int:
