@@ -43,12 +43,21 @@ test-slow: $(READY)  ## several processes, real training, real `mlflow run`
 test-all: $(READY)  ## every test, those longer than CI allows as well
 	$(BIN)/python -m pytest
 
-bench: $(READY)  ## held-out step times on this machine, and what each stage costs
-	$(BIN)/python benchmarks/held_out.py
+bench: $(READY)  ## held-out step times on this machine, and what people wait for
+	mkdir -p build
 	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/held_out.py --markdown build/held-out.md
+	$(BIN)/python docs/sections.py docs/accuracy.md held-out=build/held-out.md
 
-accuracy: $(READY)  ## DATA=folder of CSVs: predictors against published measurements
-	$(BIN)/python benchmarks/accuracy.py --data $(DATA) --markdown docs/accuracy-tables.md
+accuracy: $(READY)  ## DATA=folder [ADAPTDL=python]: docs/accuracy.md from published measurements
+	mkdir -p build
+	$(BIN)/python benchmarks/accuracy.py --data $(DATA) --markdown build/accuracy.md \
+		$(if $(ADAPTDL),--adaptdl-python $(ADAPTDL))
+	$(BIN)/python benchmarks/knee_rules.py --data $(DATA) --markdown build/knee.md
+	$(BIN)/python benchmarks/search_curve.py --data $(DATA) --markdown build/search.md \
+		--plot docs/search.png
+	$(BIN)/python docs/sections.py docs/accuracy.md published=build/accuracy.md \
+		knee=build/knee.md search=build/search.md
 
 clean:  ## caches and build outputs, never the environment or the store
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

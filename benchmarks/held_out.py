@@ -1,6 +1,6 @@
 """Held-out step times on this machine: profile by partial search, then measure what it skipped.
 
-    python benchmarks/held_out.py --model vgg11 --model mobilenet_v3_small
+    python benchmarks/held_out.py --model vgg11 --model mobilenet_v3_small [--markdown FILE]
 
 Protocol: one partial search per model; three batch sizes inside the probed range that it did not
 probe, spread geometrically, are then measured in `--repeats` rounds (each round measures all
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 import numpy as np
@@ -81,25 +82,41 @@ def run(job: Job, repeats: int, time_budget_s: float) -> list[HeldOut]:
     ]
 
 
+def markdown(rows: list[HeldOut]) -> str:
+    """The table for a page."""
+    head = (
+        "| model | batch | measured | spread | predicted | error | 90 % interval |\n|" + "---|" * 7
+    )
+    lines = [
+        f"| {row.model} | {row.local_batch_size} | {row.measured_s * 1e3:.0f} ms | {row.spread:.1%} | "
+        f"{row.predicted_s * 1e3:.0f} ms | {row.error:+.1%} | {row.lower_s * 1e3:.0f} - "
+        f"{row.upper_s * 1e3:.0f} ms |"
+        for row in rows
+    ]
+    return "\n".join([head, *lines]) + "\n"
+
+
 @click.command()
 @click.option("--model", "models", multiple=True, default=("vgg11", "mobilenet_v3_small"))
 @click.option("--dataset", default="digits", show_default=True)
 @click.option("--repeats", default=3, show_default=True, help="Rounds of measurements.")
 @click.option("--time-budget", default=90.0, show_default=True, help="Seconds for the search.")
 @click.option("--limit", default=0.10, show_default=True, help="Largest error allowed.")
+@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table here.")
 def main(
-    models: tuple[str, ...], dataset: str, repeats: int, time_budget: float, limit: float
+    models: tuple[str, ...],
+    dataset: str,
+    repeats: int,
+    time_budget: float,
+    limit: float,
+    page: Path | None,
 ) -> None:
     """Print the table and exit 1 where the limit is exceeded."""
     jobs = [Job(model=model, dataset=dataset) for model in models]
     rows = [one for job in jobs for one in run(job, repeats, time_budget)]
-    print("model                 batch   measured  spread  predicted   error  90 % interval")
-    for row in rows:
-        print(
-            f"{row.model:20s} {row.local_batch_size:6d} {row.measured_s * 1e3:7.0f} ms "
-            f"{row.spread:7.1%} {row.predicted_s * 1e3:7.0f} ms {row.error:+7.1%}  "
-            f"{row.lower_s * 1e3:.0f} - {row.upper_s * 1e3:.0f} ms"
-        )
+    print(markdown(rows), end="")
+    if page is not None:
+        page.write_text(markdown(rows))
     worst = max(abs(row.error) for row in rows)
     print(f"worst {worst:.1%}, limit {limit:.0%}")
     sys.exit(1 if worst > limit else 0)
