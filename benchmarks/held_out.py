@@ -88,9 +88,9 @@ def markdown(rows: list[HeldOut]) -> str:
         "| model | batch | measured | spread | predicted | error | 90 % interval |\n|" + "---|" * 7
     )
     lines = [
-        f"| {row.model} | {row.local_batch_size} | {row.measured_s * 1e3:.0f} ms | {row.spread:.1%} | "
-        f"{row.predicted_s * 1e3:.0f} ms | {row.error:+.1%} | {row.lower_s * 1e3:.0f} - "
-        f"{row.upper_s * 1e3:.0f} ms |"
+        f"| {row.model} | {row.local_batch_size} | {row.measured_s * 1e3:.0f} ms | "
+        f"{row.spread:.1%} | {row.predicted_s * 1e3:.0f} ms | {row.error:+.1%} | "
+        f"{row.lower_s * 1e3:.0f} - {row.upper_s * 1e3:.0f} ms |"
         for row in rows
     ]
     return "\n".join([head, *lines]) + "\n"
