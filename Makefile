@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check docs test test-slow test-all bench accuracy clean
+.PHONY: help env fix check docs test test-slow test-all bench accuracy readme clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,16 @@ accuracy: $(READY)  ## DATA=folder [ADAPTDL=python]: docs/accuracy.md from publi
 		--plot docs/search.png
 	$(BIN)/python docs/sections.py docs/accuracy.md published=build/accuracy.md \
 		knee=build/knee.md search=build/search.md
+	sed -n '/^| claim/,/^$$/p' build/accuracy.md > build/errors.md
+	$(BIN)/python docs/sections.py README.md errors=build/errors.md
+
+readme: $(READY)  ## the README's run and figure, from a real run in build/run
+	rm -rf build/run && mkdir -p build/run
+	cd build/run && MLFLOW_TRACKING_URI=sqlite:///mlflow.db $(abspath $(BIN))/tula main --model vgg11 \
+		> run.txt
+	cp $$(find build/run/mlartifacts -name overview.png) docs/overview.png
+	(echo '```text'; cat build/run/run.txt; echo '```') > build/run/run.md
+	$(BIN)/python docs/sections.py README.md run=build/run/run.md
 
 clean:  ## caches and build outputs, never the environment or the store
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
