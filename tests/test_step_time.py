@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -194,9 +195,119 @@ def test_contention_within_a_node_is_told_from_synchronisation() -> None:
         for size in SIZES
     ]
     predictor = step_time.fit(table(rows))
-    assert predictor.params["contention"] == pytest.approx(0.1, abs=0.04)
+    for part in ("slope", "floor"):
+        assert predictor.params["contention"][part] == pytest.approx(0.13, abs=0.05)
     expected = truth(SIZES, 0.02, 1e-3, 1.0) * 1.1
     assert ask(predictor, SIZES, devices=2)[0] == pytest.approx(expected, rel=0.06)
+
+
+FLOOR, SLOPE, SYNC = 0.35, 0.01, 0.4
+
+
+def cores(batch, devices: int = 1, shared: float = 1.0):
+    """Seconds on a CPU: ranks share its cores (1) or each has its own (0)."""
+    compute = FLOOR + SLOPE * np.asarray(batch, float) * float(devices) ** shared
+    return compute + SYNC * (devices > 1)
+
+
+def on_cpu(second: Sequence[int], shared: float, *, recorded: bool):
+    """A fit of three sizes on one rank and `second` on two."""
+    rows = []
+    for devices, sizes in ((1, (8, 64, 256)), (2, second)):
+        for size in sizes:
+            row = {"local_batch_size": size, "devices_per_node": devices}
+            row["step_time_s"] = float(cores(size, devices, shared))
+            if recorded:
+                row["sync_time_s"] = SYNC * (devices > 1)
+            rows.append(row)
+    return step_time.fit(replace(table(rows), hardware=replace(HARDWARE, device_type="cpu")))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("shared", [0.0, 1.0])
+@pytest.mark.parametrize("second", [(), (8,)])
+def test_one_size_on_two_ranks_of_a_cpu_leaves_open_whether_they_share(
+    second: tuple[int, ...], shared: float, recorded: bool
+) -> None:
+    predictor = on_cpu(second, shared, recorded=recorded)
+    _, lower, upper = ask(predictor, [64, 128, 256], devices=2)
+    for truth_there in (0.0, 1.0):
+        expected = cores([64, 128, 256], 2, truth_there)
+        assert np.all((lower <= expected) & (expected <= upper))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("shared", [0.0, 1.0])
+@pytest.mark.parametrize("second", [(8, 64), (16, 256), (8, 32, 128)])
+def test_two_sizes_on_two_ranks_of_a_cpu_tell_whether_they_share(
+    second: tuple[int, ...], shared: float, recorded: bool
+) -> None:
+    predictor = on_cpu(second, shared, recorded=recorded)
+    asked = [8, 16, 32, 64, 128, 256]
+    expected = cores(asked, 2, shared)
+    value, lower, upper = ask(predictor, asked, devices=2)
+    assert value == pytest.approx(expected, rel=0.16)
+    assert np.all((lower <= expected) & (expected <= upper))
+    assert np.all(upper / lower < 1.7)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("shared", [0.0, 1.0])
+def test_one_large_size_on_two_ranks_of_a_cpu_says_most(shared: float, recorded: bool) -> None:
+    predictor = on_cpu((256,), shared, recorded=recorded)
+    value, lower, upper = ask(predictor, [8, 64, 128, 256], devices=2)
+    expected = cores([8, 64, 128, 256], 2, shared)
+    assert value[2:] == pytest.approx(expected[2:], rel=0.2)
+    assert np.all((lower <= expected) & (expected <= upper))
+
+
+def test_a_gpu_is_not_taken_to_share_anything() -> None:
+    rows = [
+        {"local_batch_size": size, "devices_per_node": devices, "step_time_s": time}
+        for devices, size in ((1, 8), (1, 64), (1, 256), (2, 8))
+        for time in [float(cores(size, devices, 0.0))]
+    ]
+    value, lower, upper = ask(step_time.fit(table(rows)), [64, 256], devices=2)
+    assert value == pytest.approx(cores([64, 256], 2, 0.0), rel=0.1)
+    assert np.all(upper / lower < 1.6)
+
+
+def test_what_was_measured_on_fewer_ranks_only_is_extrapolated() -> None:
+    predictor = on_cpu((8, 64), 1.0, recorded=True)
+    batch = np.array([8.0, 64.0, 128.0, 256.0, 257.0])
+    for devices, expected in ((1, [False] * 4 + [True]), (2, [False, False, True, True, True])):
+        counts = np.full(5, float(devices))
+        found = step_time_formulas.is_extrapolated(predictor.params, batch, np.ones(5), counts)
+        assert found.tolist() == expected
+    assert "its floor by" in predictor.form
+
+
+def test_a_size_measured_on_more_ranks_is_not_extrapolated_on_fewer() -> None:
+    rows = ranks(ring, setups=((1, 1),), sizes=(8, 32)) + ranks(ring, setups=((1, 4),))
+    params = step_time.fit(table(rows)).params
+    one, batch = np.ones(2), np.array([512.0, 1024.0])
+    for devices in (1, 2, 4):
+        found = step_time_formulas.is_extrapolated(params, batch, one, devices * one)
+        assert found.tolist() == [False, True]
+
+
+def test_only_several_ranks_of_a_cpu_measured_answers_for_one_and_for_more() -> None:
+    rows = [
+        {
+            "local_batch_size": size,
+            "devices_per_node": 2,
+            "step_time_s": float(cores(size, 2)),
+            "sync_time_s": SYNC,
+        }
+        for size in SIZES
+    ]
+    made = replace(table(rows), hardware=replace(HARDWARE, device_type="cpu"))
+    predictor = step_time.fit(made)
+    assert ask(predictor, SIZES, devices=2)[0] == pytest.approx(cores(SIZES, 2), rel=0.05)
+    for devices in (1, 4):
+        _, lower, upper = ask(predictor, SIZES, devices=devices)
+        expected = cores(SIZES, devices)
+        assert np.all((lower <= expected) & (expected <= upper))
 
 
 def test_one_node_count_answers_wider_than_two_and_says_so() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlflow_tula.errors import SchemaError, TableError
-from mlflow_tula.predictors import compute_curve, link, step_time_words, sync_level
+from mlflow_tula.predictors import compute_curve, contention, link, step_time_words, sync_level
 from mlflow_tula.predictors import step_time_formulas as formulas
 from mlflow_tula.predictors.formulas import student_quantile
 from mlflow_tula.predictors.step_time_rows import (
@@ -53,7 +53,7 @@ TIERS: tuple[tuple[sync_level.Counts, str], ...] = (
 class StepTimePredictor:
     """Seconds per optimizer step.
 
-        step(b, n, d, k) = max(k data(b), (k - 1) micro(b) + overlap(compute(b), sync(n, d)))
+        step(b, n, d, k) = max(k data(b), (k - 1) micro(b, d) + overlap(compute(b, d), sync(n, d)))
 
     `params` are what `step_time_formulas` reads, `form` says which form the rows identified and
     why. `leave_one_out_mape` and `leave_one_out_coverage` are fractions, None below three
@@ -119,6 +119,8 @@ def fit(table: ProfileTable) -> StepTimePredictor:
         "links": {name: None if one is None else one.to_dict() for name, one in links.items()},
         "optimizer_s": optimizer_time(rows, cells),
         "data": data_line(rows),
+        # only ranks of one node on a CPU compute with the same cores
+        "shared_cores": table.hardware.device_type == "cpu",
     }
     params = _fit_cells(cells, fixed)
     errors, scores = _left_out(cells, fixed)
@@ -143,6 +145,7 @@ def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any
     # rows on fewer ranks than the base are too few to be a curve of their own
     base = [c for c in cells if (c.nodes, c.devices) == (nodes, devices) or c.ranks < ranks]
     rest = [c for c in cells if c not in base]
+    busy = devices
     known_sync = ranks > 1 and all(c.sync is not None for c in base if c.ranks > 1)
     if known_sync:
         rest = [c for c in cells if c.ranks > 1]
@@ -156,7 +159,7 @@ def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any
     params: dict[str, Any] = {
         "base": {"nodes": nodes, "devices_per_node": devices, "sync_subtracted": known_sync},
         "compute": curve,
-        "contention": 0.0,
+        "contention": contention.summary(None, busy),
         "knots": sorted({float(cell.batch) for cell in cells}),
         "range": _range(cells),
         "spread": {
@@ -170,21 +173,64 @@ def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any
         },
         **{name: fixed[name] for name in ("optimizer_s", "data", "gradient_bytes")},
     }
-    middle = np.array([np.median(points.sizes)])
-    usual, least = float(formulas.compute_time(curve, middle)[0][0]), 0.0
+    usual, least = _usual_compute(params), 0.0
+    params["contention"] = _contention(rest, params, fixed)
     for counts, name in TIERS:
         here = [c for c in rest if (c.nodes > nodes) == (counts == "nodes")]
-        tier = _tier_links(sync_level.empty_tier(counts, nodes, devices), fixed)
+        tier = _empty_tier(counts, params, fixed)
         if here:
-            rows, slowdown = _sync_rows(here, params)
-            tier, found = sync_level.fit_tier(tier, rows, slowdown * (counts == "devices"))
-            params["contention"] = max(params["contention"], found)
+            tier = sync_level.fit_tier(tier, _sync_rows(here, params))
             most = np.array([float(max(cell.devices for cell in here))])
             least = float(np.median(formulas.sync_time(tier, np.full(1, float(nodes)), most)))
         else:
             tier = sync_level.guess_tier(tier, usual, least)
         params[name] = tier
     return params
+
+
+def _contention(
+    rest: Sequence[Cell], params: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """How compute slows with a node's busy devices: recorded parts tell, else the levels do."""
+    shared, devices = bool(fixed["shared_cores"]), int(params["contention"]["devices"])
+    other = [cell for cell in rest if cell.devices != devices]
+    if any(cell.sync is not None for cell in other):
+        found = contention.from_parts(shared, _busy_rows(other, params))
+        return contention.summary(found, devices)
+    base = params["base"]
+    within = [cell for cell in other if cell.nodes <= base["nodes"]]
+    if not within:
+        return contention.summary(contention.prior(True) if shared else None, devices)
+    before, parts, rows = contention.prior(shared), _busy_rows(within, params), []
+    passes = np.array([cell.accumulation for cell in within], float)
+    plain = _sync_rows(within, params)
+    for slope, floor in zip(before.slopes, before.floors, strict=True):
+        slower = np.exp(floor * parts.log_ratio)
+        there = parts.floor * slower + parts.slope * np.exp(slope * parts.log_ratio)
+        extra = (passes - 1.0) * np.maximum(there - params["optimizer_s"] * slower, 0.0)
+        rows.append(replace(plain, alone=there, extra=extra))
+    tier = _empty_tier("devices", params, fixed)
+    scores = sync_level.score_rows(tier, rows, _usual_compute(params) if shared else None)
+    return contention.summary(replace(before, scores=before.scores + scores), devices)
+
+
+def _busy_rows(cells: Sequence[Cell], params: Mapping[str, Any]) -> contention.BusyRows:
+    """Recorded compute of trials on other device counts, as one pass each, beside the curve's."""
+    batch, devices, passes, times, weights = (
+        np.array([getattr(cell, name) for cell in cells], float)
+        for name in ("batch", "devices", "accumulation", "time", "weight")
+    )
+    sync = np.array([math.nan if cell.sync is None else cell.sync for cell in cells])
+    alone, _ = formulas.compute_time(params["compute"], batch)
+    floor, slope = formulas.compute_parts(params["compute"], alone)
+    busy = np.maximum(times - sync, 0.1 * times)
+    return contention.BusyRows(
+        floor=floor,
+        slope=slope,
+        log_ratio=formulas.log_sharing(params, devices),
+        busy=(busy + (passes - 1.0) * params["optimizer_s"]) / passes,
+        weights=weights,
+    )
 
 
 def _noise(points: compute_curve.Points, curve: Mapping[str, Any], cells: Sequence[Cell]) -> float:
@@ -211,42 +257,55 @@ def _points(base: Sequence[Cell], optimizer_s: float) -> compute_curve.Points:
     )
 
 
-def _tier_links(tier: dict[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The tier with the microbenchmark's law, where that and the gradients' bytes are known."""
-    links = fixed["links"]
-    own = "inter_node" if tier["counts"] == "nodes" else "intra_node"
+def _usual_compute(params: Mapping[str, Any]) -> float:
+    """Seconds of compute at the middle size."""
+    middle = np.array([np.median(params["compute"]["sizes"])])
+    return float(formulas.compute_time(params["compute"], middle)[0][0])
+
+
+def _empty_tier(
+    counts: sync_level.Counts, params: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A tier with the microbenchmark's law, where that and the gradients' bytes are known."""
+    base, links = params["base"], fixed["links"]
+    tier = sync_level.empty_tier(
+        counts, base["nodes"], base["devices_per_node"], shared_cores=fixed["shared_cores"]
+    )
+    own = "inter_node" if counts == "nodes" else "intra_node"
     if links[own] is None or not fixed["gradient_bytes"]:
         return tier
     used = links if own == "inter_node" else {"intra_node": links[own]}
     return {**tier, "links": used, "gradient_bytes": fixed["gradient_bytes"]}
 
 
-def _sync_rows(
-    cells: Sequence[Cell], params: Mapping[str, Any]
-) -> tuple[sync_level.SyncRows, Array]:
-    """Rows of a tier with their compute alone, and doublings of a node's busy devices."""
+def _sync_rows(cells: Sequence[Cell], params: Mapping[str, Any]) -> sync_level.SyncRows:
+    """Rows of a tier with their compute, as slow as it is there."""
     batch, nodes, devices, passes, times, weights = (
         np.array([getattr(cell, name) for cell in cells], float)
         for name in ("batch", "nodes", "devices", "accumulation", "time", "weight")
     )
-    alone = formulas.compute_time(params["compute"], batch)[0]
-    micro = np.maximum(alone - params["optimizer_s"], 0.0)
-    factor = formulas.contention(params, devices)
-    rows = sync_level.SyncRows(
+    alone, micro, _ = formulas.contended(params, batch, devices)
+    return sync_level.SyncRows(
         batch=batch,
         nodes=nodes,
         devices=devices,
         times=times,
         weights=weights,
-        alone=alone * factor,
-        extra=(passes - 1.0) * micro * factor,
+        alone=alone,
+        extra=(passes - 1.0) * micro,
     )
-    return rows, np.log2(np.maximum(devices / params["base"]["devices_per_node"], 1.0))
 
 
-def _range(cells: Sequence[Cell]) -> dict[str, int | list[int]]:
-    """What was measured; beyond it an answer is marked as extrapolated."""
+def _range(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What was measured; beyond it an answer is marked as extrapolated.
+
+    `setups` lists nodes, devices per node, smallest and largest local batch size.
+    """
+    setups: dict[tuple[int, int], list[int]] = {}
+    for cell in cells:
+        setups.setdefault((cell.nodes, cell.devices), []).append(round(cell.batch))
     return {
+        "setups": [[*key, min(sizes), max(sizes)] for key, sizes in sorted(setups.items())],
         "smallest_local_batch_size": round(min(cell.batch for cell in cells)),
         "largest_local_batch_size": round(max(cell.batch for cell in cells)),
         "device_counts": sorted({cell.devices for cell in cells}),

@@ -1,10 +1,11 @@
 """Seconds per optimizer step. Numpy only: shipped with each registered model.
 
-    step(b, n, d, k) = max(k data(b), (k - 1) micro(b) + overlap(compute(b), sync(n, d)))
+    step(b, n, d, k) = max(k data(b), (k - 1) micro(b, d) + overlap(compute(b, d), sync(n, d)))
 
 b: local batch size; n: nodes; d: devices per node; k: accumulation steps. `compute` pools forms
-`offset + (floor^p + (slope b)^p)^(1/p)` and joins the measured sizes; `sync` is an all-reduce that
-follows the measured levels and grows by a pooled law; `overlap` is a p-norm, pooled over p.
+`offset + (floor^p + (slope b)^p)^(1/p)`, joins the measured sizes, and slows where devices share
+(`contention`); `sync` is an all-reduce that follows the measured levels and grows by a pooled law;
+`overlap` is a p-norm, pooled over p.
 """
 
 from __future__ import annotations
@@ -97,10 +98,67 @@ def sync_time(tier: Mapping[str, Any], nodes: Array, devices: Array) -> Array:
     return np.asarray(np.exp(growth + shift))
 
 
-def contention(params: Mapping[str, Any], devices: Array) -> Array:
-    """Factor on compute when more devices of a node work at once: `1 + c log2(d / d0)`."""
-    doublings = np.log2(np.maximum(devices / params["base"]["devices_per_node"], 1.0))
-    return np.asarray(1.0 + params["contention"] * doublings)
+def compute_parts(curve: Mapping[str, Any], alone: Array) -> tuple[Array, Array]:
+    """Seconds of compute that the batch size does not change, and those that grow with it."""
+    weights, offsets, floors = (
+        np.asarray(curve[name], float) for name in ("weights", "offsets_s", "floors_s")
+    )
+    floor = np.minimum(float(weights @ (offsets + floors)), alone)
+    return np.asarray(floor), np.asarray(alone - floor)
+
+
+def log_sharing(params: Mapping[str, Any], devices: Array) -> Array:
+    """Logarithm of a node's busy devices over those that the compute curve was measured on."""
+    busy = np.maximum(devices, params["base"]["devices_per_node"])
+    return np.asarray(np.log(busy / params["contention"]["devices"]))
+
+
+def contended(
+    params: Mapping[str, Any], batch: Array, devices: Array
+) -> tuple[Array, Array, Array]:
+    """Seconds of compute, `floor r^f + slope r^s`, and of a pass that only adds up; the doubt."""
+    slope, floor, slower, doubt = _contended_parts(params, batch, devices)
+    return slope + floor, np.maximum(slope + floor - params["optimizer_s"] * slower, 0.0), doubt
+
+
+def _contended_parts(
+    params: Mapping[str, Any], batch: Array, devices: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Seconds that grow with the batch, those that do not, `r^f`, and the forms' doubt."""
+    known, ratio = params["contention"], log_sharing(params, devices)
+    alone, doubt = compute_time(params["compute"], batch)
+    floor, slope = compute_parts(params["compute"], alone)
+    slower = np.exp(known["floor"] * ratio)
+    return slope * np.exp(known["slope"] * ratio), floor * slower, slower, doubt
+
+
+def contention_deviation(params: Mapping[str, Any], batch: Array, devices: Array) -> Array:
+    """Standard deviation of log compute that the exponents of contention leave open.
+
+    Nothing at measured device counts and sizes; elsewhere what changes on the way from them.
+    """
+    near, smallest, largest = _nearest_devices(params, devices)
+    here, there = log_sharing(params, devices), log_sharing(params, near)
+    slope, floor, _, _ = _contended_parts(params, batch, devices)
+    known_slope, known_floor, _, _ = _contended_parts(
+        params, np.clip(batch, smallest, largest), near
+    )
+    by_slope = (here * slope - there * known_slope) / (slope + floor)
+    by_floor = (here * floor - there * known_floor) / (slope + floor)
+    slopes, both, floors = params["contention"]["covariance"]
+    variance = slopes * by_slope**2 + 2.0 * both * by_slope * by_floor + floors * by_floor**2
+    return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
+
+
+def _nearest_devices(params: Mapping[str, Any], devices: Array) -> tuple[Array, Array, Array]:
+    """The nearest measured device count of a node, and the sizes measured on it."""
+    setups = np.asarray(params["range"]["setups"], float)
+    counts = np.unique(setups[:, 1])
+    mine = [setups[setups[:, 1] == count] for count in counts]
+    ends = np.array([(rows[:, 2].min(), rows[:, 3].max()) for rows in mine])
+    apart = np.abs(np.log2(devices)[:, None] - np.log2(counts)[None, :])
+    which = np.argmin(apart, axis=1)
+    return counts[which], ends[which, 0], ends[which, 1]
 
 
 def _tier_parts(
@@ -139,9 +197,7 @@ def _raw(
     """Seconds before monotony is imposed, one array a factor; then as `step_values`."""
     batch, nodes, devices, accumulation = setup
     base = params["base"]
-    alone, doubt = compute_time(params["compute"], batch)
-    alone = alone * contention(params, devices)
-    micro = np.maximum(alone - params["optimizer_s"], 0.0)
+    alone, micro, doubt = contended(params, batch, devices)
     many = nodes > base["nodes"]
     some = ~many & (devices > base["devices_per_node"])
     totals, share = [], np.zeros_like(alone)
@@ -269,7 +325,10 @@ def step_time(
         (np.ones_like(shift), 1.0 / shift, shift),
     )
     compute = compute_deviation(params, local_batch_size, devices_per_node, doubt)
-    own = half * np.hypot((1.0 - share) * compute, spread["noise_sd"])
+    # how well the curve foretells its own rows says nothing of contention: that is never narrowed
+    shared = contention_deviation(params, local_batch_size, devices_per_node)
+    shared = shared * max(1.0, 1.0 / spread["scale"])
+    own = half * np.hypot((1.0 - share) * np.hypot(compute, shared), spread["noise_sd"])
     # fewer ranks than any that was measured can only be faster
     base = params["base"]["nodes"] * params["base"]["devices_per_node"]
     fewer = np.log2(np.maximum(base / (nodes * devices_per_node), 1.0))
@@ -322,13 +381,19 @@ def with_link(
 def is_extrapolated(
     params: Mapping[str, Any], local_batch_size: Array, nodes: Array, devices_per_node: Array
 ) -> NDArray[np.bool_]:
-    """Outside the measured batch sizes, or other than between the measured counts of ranks."""
+    """Outside the sizes measured on so many ranks or more, or outside the counts of ranks."""
     known = params["range"]
+    setups = np.asarray(known["setups"], float)
+    ranks = nodes * devices_per_node
+    counts = setups[:, 0] * setups[:, 1]
+    enough = counts[None, :] >= np.minimum(ranks, counts.max())[:, None]
+    smallest = np.where(enough, setups[None, :, 2], np.inf).min(axis=1)
+    largest = np.where(enough, setups[None, :, 3], 0.0).max(axis=1)
     return np.asarray(
-        (local_batch_size < known["smallest_local_batch_size"])
-        | (local_batch_size > known["largest_local_batch_size"])
+        (local_batch_size < smallest)
+        | (local_batch_size > largest)
         | (nodes > known["most_nodes"])
         | (devices_per_node > known["most_devices_per_node"])
-        | (nodes * devices_per_node > known["largest_world_size"])
-        | (nodes * devices_per_node < known["smallest_world_size"])
+        | (ranks > known["largest_world_size"])
+        | (ranks < known["smallest_world_size"])
     )

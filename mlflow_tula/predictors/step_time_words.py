@@ -15,15 +15,15 @@ FEW_SIZES, FEW_NODE_COUNTS = 3, 3
 FALLING, OUTLYING = 0.1, 0.25
 """Scatter that is said, and a distance from the curve (of the logarithm) that is."""
 
+UNTOLD = 0.05
+"""Variance of contention's exponent that is said."""
+
 
 def describe(params: Mapping[str, Any], cells: Sequence[Cell], rows: Sequence[Measurement]) -> str:
     """The form in sentences: compute, synchronisation, accumulation, data."""
     said = [_compute(params)]
     said += [_tier(params[name], name) for name in ("intra_node", "inter_node")]
-    if params["contention"] > 0.005:
-        said.append(
-            f"compute slows by {100 * params['contention']:.0f} % per doubling of a node's devices"
-        )
+    said.append(_contention(params))
     if any(cell.accumulation > 1 for cell in cells):
         said.append("accumulated passes repeat compute, not synchronisation or the optimizer")
     share = data_share(rows)
@@ -31,6 +31,19 @@ def describe(params: Mapping[str, Any], cells: Sequence[Cell], rows: Sequence[Me
         bound = "input-bound" if share > 0.5 else "not input-bound"
         said.append(f"loading data takes {100 * share:.0f} % of a step ({bound})")
     return "; ".join(text for text in said if text)
+
+
+def _contention(params: Mapping[str, Any]) -> str:
+    """How compute slows where the devices of a node share."""
+    slope, floor = (
+        100.0 * (2.0 ** params["contention"][name] - 1.0) for name in ("slope", "floor")
+    )
+    if slope < 0.5:
+        return ""
+    text = f"compute slows by {slope:.0f} % per doubling of a node's devices"
+    if floor < slope - 0.5:
+        text += f", its floor by {floor:.0f} %"
+    return text
 
 
 def data_share(rows: Sequence[Measurement]) -> float | None:
@@ -103,6 +116,13 @@ def warn(params: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
         )
     else:
         said += _outliers(params, cells)
+    known = params["contention"]
+    shared = {cell.batch for cell in cells if cell.devices != known["devices"]}
+    if len(shared) == 1 and known["covariance"][0] > UNTOLD:
+        said.append(
+            "one batch size on several ranks of a node does not tell how they slow each other: "
+            "answers for other sizes there are wide; measure a second, four times as large or small"
+        )
     node_counts = len({cell.nodes for cell in cells})
     if 1 < node_counts < FEW_NODE_COUNTS and not params["inter_node"]["links"]:
         said.append(

@@ -7,6 +7,7 @@ they explain the rows. Over the ranks, levels follow the link's own law or a poo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,10 +22,10 @@ Counts = Literal["nodes", "devices"]
 
 POWERS = (1.0, 2.0, 4.0)
 """Overlap: 1 hides nothing (gloo with a rank per core), 4 is nearly the maximum of the two."""
-CONTENTION = (0.0, 0.05, 0.12, 0.3, 0.6, 1.0, 1.5)
-"""Slower compute per doubling of a node's busy devices, little expected; ranks that share the cores
-of a CPU take twice as long each."""
-CONTENTION_PRIOR = 0.05
+SHARED_PRIOR = (1.0, 0.1, 0.02)
+"""How far each power is believed where ranks share cores: all-reduce needs the very same ones."""
+LEVELS, FEW_LEVELS = 120, 40
+"""Levels that are tried first; few of them where only the misfit is asked for."""
 MISFIT_SD, MISFIT_ROWS, HUBER = 0.05, 2.0, 0.15
 SMOOTHING = 0.75
 """Share of a level's distance from the growth law that is believed: the rest is noise."""
@@ -35,6 +36,8 @@ SINGLE = {"ring_weight": 0.25, "latency_weight": 0.0}
 """Growth pools where several levels were measured, and where one level says nothing of growth."""
 LEVEL_SD, BETWEEN_SD, GROWTH_SD = 0.1, 0.13, 0.1
 SINGLE_GROWTH_SD = 0.15
+MOST_FAR = 4.0
+"""Deviations from a guessed level beyond which it is only wrong."""
 LINK_SD = 0.35
 """Error of a level that only the microbenchmark foretells."""
 GUESS = {"devices": 0.2, "nodes": 0.8}
@@ -45,7 +48,7 @@ a factor of three (T4 nodes: 0.2 to 0.4 within one, 0.4 to 2 across two)."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncRows:
-    """Trials on more ranks than the base: sizes, seconds, weights, seconds of compute alone."""
+    """Trials on more ranks than the base: sizes, seconds, weights, seconds of compute there."""
 
     batch: Array
     nodes: Array
@@ -57,15 +60,18 @@ class SyncRows:
     """Seconds of the accumulation passes before the last, which nothing is synchronised in."""
 
 
-def empty_tier(counts: Counts, base_nodes: int, base_devices: int) -> dict[str, Any]:
+def empty_tier(
+    counts: Counts, base_nodes: int, base_devices: int, *, shared_cores: bool = False
+) -> dict[str, Any]:
     """The fields of a tier that need no measurement."""
+    prior = SHARED_PRIOR if shared_cores and counts == "devices" else (1.0,) * len(POWERS)
     nodes, devices = (
         (2 * base_nodes, base_devices) if counts == "nodes" else (base_nodes, 2 * base_devices)
     )
     return {
         "counts": counts,
         "powers": list(POWERS),
-        "weights": [1.0 / len(POWERS)] * len(POWERS),
+        "weights": [weight / sum(prior) for weight in prior],
         "log2_ranks": [float(np.log2(nodes * devices))],
         "log_levels": [[0.0] for _ in POWERS],
         "fewest_ranks": nodes * devices,
@@ -90,21 +96,65 @@ def guess_tier(tier: dict[str, Any], usual_compute_s: float, least_s: float) -> 
     return {**tier, "log_levels": [[float(np.log(level))] for _ in POWERS]}
 
 
-def fit_tier(tier: dict[str, Any], rows: SyncRows, slowdown: Array) -> tuple[dict[str, Any], float]:
+def fit_tier(tier: dict[str, Any], rows: SyncRows) -> dict[str, Any]:
     """Fit the levels of every measured set of ranks.
 
     Args:
         tier: from `empty_tier`, links filled in.
         rows: the trials.
-        slowdown: doublings of a node's busy devices, one a row, where contention is to be found;
-            zeros where it is known already.
-
-    Returns:
-        The tier, and contention per doubling.
     """
     ranks, which = np.unique(rows.nodes * rows.devices, return_inverse=True)
+    tier = _seen(tier, rows, ranks)
+    growth = formulas.log_growth(tier, rows.nodes, rows.devices)
+    fits = [_fit_power(rows, which, growth, power) for power in POWERS]
+    scores = np.array([_score(rows, one[2]) for one in fits]) + np.log(tier["weights"])
+    weights = np.exp(scores - scores.max())
+    weights /= weights.sum()
+    tier["weights"] = [float(value) for value in weights]
+    tier["log_levels"] = [[float(value) for value in one[0]] for one in fits]
+    rest = weights @ np.array([one[1] for one in fits])
+    return tier | _rest(rows, ranks, which, rest)
+
+
+def score_rows(
+    tier: dict[str, Any], guesses: Sequence[SyncRows], usual_compute_s: float | None
+) -> Array:
+    """How well levels explain rows, whatever the overlap: logarithms of evidence.
+
+    Where ranks share cores, levels above what would be guessed count against it: synchronisation
+    can make up for any compute, however little.
+
+    Args:
+        tier: from `empty_tier`, links filled in.
+        guesses: the same rows, each time with other seconds of compute.
+        usual_compute_s: compute at a middle size; None where any level will do.
+    """
+    rows = guesses[0]
+    ranks, which = np.unique(rows.nodes * rows.devices, return_inverse=True)
+    middle, spread = np.inf, 1.0
+    if usual_compute_s is not None:
+        guess = guess_tier(tier, usual_compute_s, 0.0)
+        middle, spread = guess["log_levels"][0][0], guess["level_sd"]
+    tier = _seen(tier, rows, ranks)
+    growth = formulas.log_growth(tier, rows.nodes, rows.devices)
+    scores = np.zeros((len(guesses), len(POWERS))) + np.log(tier["weights"])
+    for i, one in enumerate(guesses):
+        for j, power in enumerate(POWERS):
+            levels, _, misfit = _fit_power(one, which, growth, power, FEW_LEVELS)
+            far = min(max((float(levels.mean()) - middle) / spread, 0.0), MOST_FAR)
+            scores[i, j] += _score(rows, misfit) - 0.5 * far**2
+    return np.asarray(np.logaddexp.reduce(scores, axis=1))
+
+
+def _score(rows: SyncRows, misfit: float) -> float:
+    """Logarithm of the evidence for a fit."""
+    return -0.5 * (float(rows.weights.sum()) + MISFIT_ROWS) * float(np.log(misfit))
+
+
+def _seen(tier: dict[str, Any], rows: SyncRows, ranks: Array) -> dict[str, Any]:
+    """The tier with what was measured in it, levels apart."""
     units = rows.nodes if tier["counts"] == "nodes" else rows.devices
-    tier |= {
+    seen = {
         "fewest_ranks": int(ranks[0]),
         "fewest_units": int(units.min()),
         "log2_ranks": [float(value) for value in np.log2(ranks)],
@@ -113,51 +163,27 @@ def fit_tier(tier: dict[str, Any], rows: SyncRows, slowdown: Array) -> tuple[dic
         "between_sd": BETWEEN_SD,
     }
     if len(ranks) > 1:
-        tier |= {"growth_sd": GROWTH_SD, **SEVERAL}
-    growth = formulas.log_growth(tier, rows.nodes, rows.devices)
-    guesses = CONTENTION if np.any(slowdown > 0) else (0.0,)
-    fits = [
-        _fit_power(rows, which, growth, power, 1.0 + guess * slowdown)
-        for power in POWERS
-        for guess in guesses
-    ]
-    count = float(rows.weights.sum()) + MISFIT_ROWS
-    score = np.array([-0.5 * count * np.log(one[2]) for one in fits]).reshape(len(POWERS), -1)
-    score -= np.log1p(np.asarray(guesses) / CONTENTION_PRIOR)
-    posterior = np.exp(score - score.max())
-    posterior /= posterior.sum()
-    contention = float((posterior.sum(axis=0) * np.asarray(guesses)).sum())
-    if len(guesses) > 1:
-        # levels once more, at the contention that all rows agree on
-        factor = 1.0 + contention * slowdown
-        fits = [_fit_power(rows, which, growth, power, factor) for power in POWERS]
-    tier["weights"] = [float(value) for value in posterior.sum(axis=1)]
-    tier["log_levels"] = [[float(value) for value in one[0]] for one in fits]
-    rest = np.asarray(tier["weights"]) @ np.array([one[1] for one in fits])
-    return tier | _rest(rows, ranks, which, rest), contention
+        seen |= {"growth_sd": GROWTH_SD, **SEVERAL}
+    return {**tier, **seen}
 
 
 def _fit_power(
-    rows: SyncRows, which: NDArray[np.intp], growth: Array, power: float, factor: Array
+    rows: SyncRows, which: NDArray[np.intp], growth: Array, power: float, num_levels: int = LEVELS
 ) -> tuple[Array, Array, float]:
     """Levels (logs over the growth law) at one overlap power, log residuals, and the misfit."""
     member = (which[None, :] == np.arange(which.max() + 1)[:, None]).astype(float)
 
     def residuals(sync: Array) -> Array:
-        overlapped = smooth_maximum(
-            np.broadcast_to((rows.alone * factor)[:, None], sync.shape), sync, power
-        )
-        return np.asarray(
-            np.log(rows.times[:, None] / (overlapped + (rows.extra * factor)[:, None]))
-        )
+        overlapped = smooth_maximum(np.broadcast_to(rows.alone[:, None], sync.shape), sync, power)
+        return np.asarray(np.log(rows.times[:, None] / (overlapped + rows.extra[:, None])))
 
     def losses(sync: Array) -> Array:
         return np.asarray(member @ (rows.weights[:, None] * _huber(residuals(sync))))
 
-    grid = np.geomspace(1e-4 * rows.times.min(), 10.0 * rows.times.max(), 120)
+    grid = np.geomspace(1e-4 * rows.times.min(), 10.0 * rows.times.max(), num_levels)
     coarse = grid[losses(np.broadcast_to(grid, (len(which), len(grid)))).argmin(axis=1)]
     step = grid[1] / grid[0]
-    fine = coarse[:, None] * np.geomspace(1.0 / step, step, 31)[None, :]
+    fine = coarse[:, None] * np.geomspace(1.0 / step, step, num_levels // 4 + 1)[None, :]
     loss = losses(fine[which])
     found = np.log(fine[np.arange(len(fine)), loss.argmin(axis=1)])
     growths = (member @ growth) / member.sum(axis=1)
