@@ -31,6 +31,7 @@ COMMANDS = {
     "diagnose": "diagnose",
     "import": "import_table",
     "models": "models",
+    "monitor": "monitor",
     "registry": "registry",
     "doctor": "doctor",
 }
