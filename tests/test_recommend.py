@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import warnings
@@ -307,6 +308,50 @@ def test_a_tie_goes_to_the_measured_size_then_to_the_smaller() -> None:
     few = ask(make_bundle(flat[flat.local_batch_size >= 32]), candidates=[16, 32, 64])
     assert {p.global_batch_size: p.measured for p in few.curve} == {16: False, 32: True, 64: True}
     assert ask(make_bundle(flat)).global_batch_size == 8, "a flat curve has no knee"
+
+
+def shared_cores(second: dict[int, float], device_type: str = "cpu") -> tula.PredictorBundle:
+    """A step of 0.3 s and 10 ms a sample on one rank; as given on two."""
+    one = {int(b): 0.3 + 0.01 * b for b in SIZES}
+    rows = pd.DataFrame(
+        [
+            {"local_batch_size": b, "devices_per_node": d, "step_time_s": t}
+            for d, times in ((1, one), (2, second))
+            for b, t in times.items()
+        ]
+    ).assign(peak_memory_bytes=GIB)
+    table = tula.ProfileTable.from_frame(
+        rows,
+        workload=tula.Workload(model="net", dataset="digits", dataset_size=50_000),
+        hardware=dataclasses.replace(HARDWARE, device_type=device_type),
+    )
+    return tula.fit(table)
+
+
+@pytest.mark.parametrize("objective", ["knee", "min_time", "min_cost"])
+def test_what_was_measured_beats_other_ranks_that_were_only_predicted(objective: Objective) -> None:
+    choice = ask(shared_cores({8: 0.5}), cluster=[ONE, TWO], objective=objective, pricing=PRICE)
+    assert choice.choice.world_size == 1
+    assert choice.local_batch_size <= 2 * max(SIZES)
+    fastest = min(choice.curve, key=lambda p: p.time_s or math.inf)
+    if objective != "min_cost":
+        assert fastest.world_size == 2
+        assert "what was measured wins" in " ".join(choice.reasons)
+
+
+def test_ranks_that_were_measured_near_the_choice_may_win() -> None:
+    choice = ask(shared_cores({64: 1.0, 128: 1.7}), cluster=[ONE, TWO], objective="min_time")
+    assert choice.choice.world_size == 2
+    # nothing near its knee was measured, and yet two ranks are known to be faster than one
+    quick = shared_cores({b: 0.31 + 0.01 * b for b in (8, 16, 32)}, "cuda")
+    choice = ask(quick, cluster=[ONE, TWO])
+    assert choice.choice.world_size == 2
+    assert not choice.choice.measured
+
+
+def test_the_current_choice_stays_though_it_was_only_predicted() -> None:
+    kept = ask(shared_cores({8: 0.5}), cluster=[ONE, TWO], current_global_batch_size=512)
+    assert kept.global_batch_size == 512
 
 
 def test_a_current_choice_that_cannot_be_kept_is_said() -> None:

@@ -26,6 +26,9 @@ MAX_ACCUMULATION_STEPS = 256
 BEYOND_PROBES = 4
 """Default candidates reach this many times the largest measured local batch size."""
 
+NEAR = 2
+"""A measured local batch size so many times larger or smaller makes a point known."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -249,6 +252,16 @@ def _plain(value: Any) -> Any:
     """A numpy scalar as a Python one; what is not finite is not known."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_known(request: Request, point: CurvePoint) -> bool:
+    """Whether it or its neighbour by a factor of two was measured on so many ranks."""
+    return any(
+        world == point.world_size
+        and local <= NEAR * point.local_batch_size
+        and point.local_batch_size <= NEAR * local
+        for local, world in request.bundle.probed.ok
+    )
 
 
 def _apply_limits(request: Request, curve: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:

@@ -10,7 +10,7 @@ rules.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +25,7 @@ from mlflow_tula.knee import (
     choose_minimum,
     relative_noise,
 )
-from mlflow_tula.recommend.curve import Request, limits, listed, make_curve
+from mlflow_tula.recommend.curve import Request, is_known, limits, listed, make_curve
 from mlflow_tula.recommend.recommendation import CurvePoint, Objective, Recommendation
 from mlflow_tula.specs import ClusterSpec, Pricing
 
@@ -195,6 +195,15 @@ def _choose_minimum(
     measured = [point.measured for point in allowed]
     settled = choose_minimum(values, _noise(allowed), current=current, measured=measured)
     chosen, best = allowed[settled.index], allowed[int(np.argmin(values))]
+    worth = {id(point): value for point, value in zip(allowed, values, strict=True)}
+    rivals = _known_rivals(request, chosen, allowed, lambda point: worth[id(point)])
+    if rivals:
+        again = choose_minimum(
+            [worth[id(point)] for point in rivals],
+            _noise(rivals),
+            measured=[point.measured for point in rivals],
+        )
+        return rivals[again.index], [_why_known(request, chosen)]
     costs = request.decides != "time_s"
     amount = plain[int(np.argmin(values))]
     least = f"${amount:,.4g}" if costs else f"{amount:,.4g} s"
@@ -229,18 +238,65 @@ def _choose_knee(request: Request, allowed: Sequence[CurvePoint]) -> tuple[Curve
             sizes, [_time(p) for p in here], _noise(here), rule=request.knee_rule, current=current
         )
         knees.append((here[settled.index], settled, here))
-    fastest = min(_time(point) for point, _, _ in knees)
-    chosen, settled, here = next(
-        entry for entry in knees if _time(entry[0]) <= (1.0 + DIMINISHING_TOLERANCE) * fastest
-    )
+    predicted = _fewest(knees)[0]
+    rivals = _known_rivals(request, predicted, allowed, _time)
+    known = [knee for knee in knees if knee[0] in rivals]
+    chosen, settled, here = _fewest(known or knees)
     reasons = _knee_reasons(request, chosen, settled, here)
-    if len(knees) > 1:
+    if known:
+        reasons.append(_why_known(request, predicted))
+    elif len(knees) > 1:
         verb = "is" if chosen.world_size == 1 else "are"
         reasons.append(
             f"{_ranks(chosen)} {verb} the fewest within {DIMINISHING_TOLERANCE:.0%} of the fastest "
             "cluster"
         )
     return chosen, reasons
+
+
+def _fewest(
+    knees: Sequence[tuple[CurvePoint, Settled, list[CurvePoint]]],
+) -> tuple[CurvePoint, Settled, list[CurvePoint]]:
+    """The entry of the fewest devices that comes near the fastest one."""
+    fastest = min(_time(point) for point, _, _ in knees)
+    return next(k for k in knees if _time(k[0]) <= (1.0 + DIMINISHING_TOLERANCE) * fastest)
+
+
+def _known_rivals(
+    request: Request,
+    chosen: CurvePoint,
+    allowed: Sequence[CurvePoint],
+    value: Callable[[CurvePoint], float],
+) -> list[CurvePoint]:
+    """Points of other clusters that are preferred to one that was only predicted.
+
+    A point that was measured, or half or twice its local batch on as many ranks, beats one on
+    another cluster that was not, where their intervals overlap and nothing that is known on that
+    cluster is better. The current choice stays.
+    """
+    if chosen.global_batch_size == request.current or is_known(request, chosen):
+        return []
+    known = [point for point in allowed if is_known(request, point)]
+    cluster = (chosen.nodes, chosen.devices_per_node)
+    own = [value(p) for p in known if (p.nodes, p.devices_per_node) == cluster]
+    top = value(chosen) * float(chosen.time_s_upper or math.inf) / _time(chosen)
+    return [
+        point
+        for point in known
+        if (point.nodes, point.devices_per_node) != cluster
+        and value(point) <= min(own, default=math.inf)
+        and value(point) * float(point.time_s_lower or 0.0) / _time(point) <= top
+    ]
+
+
+def _why_known(request: Request, predicted: CurvePoint) -> str:
+    """Why a measured cluster was preferred, in words."""
+    amount = float(getattr(predicted, request.decides))
+    unit = "" if request.decides == "time_s" else "$"
+    return (
+        f"{_name(predicted)} is predicted to take {unit}{amount:,.4g}{'' if unit else ' s'}, but "
+        "nothing near it was measured and the intervals overlap: what was measured wins"
+    )
 
 
 def _knee_reasons(
