@@ -32,6 +32,9 @@ TIE = 0.03
 """Differences below the spread of re-measuring the same configuration (2.9 % on average, over the
 repeated rows of petuum/adaptdl's published OSDI 2021 traces) are ties."""
 
+_DRAWS = 256
+"""Random curves that a decision's worth is judged by."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -158,6 +161,47 @@ def choose_knee(
     if gap <= open_share:
         return Settled(index=current, by_rule=chosen, kept_current=True, noise=open_share)
     return Settled(index=chosen, by_rule=chosen, noise=open_share)
+
+
+def decision_gains(
+    sizes: Floats, log_times: Floats, spread: Floats, known: npt.NDArray[np.bool_], *, to_knee: bool
+) -> tuple[float, Floats]:
+    """Knowledge gradient of a choice among candidates of uncertain time.
+
+    Args:
+        sizes: batch sizes, ascending.
+        log_times: logarithms of the predicted times.
+        spread: standard deviation of each.
+        known: which were measured.
+        to_knee: the choice is the knee; otherwise the least time.
+
+    Returns:
+        The expected loss of choosing now (a share of time), and the expected fall of it when one
+        candidate more is known, for each.
+    """
+    draws = log_times + spread * _smooth_normals(sizes)
+    if to_knee:
+        chosen = [diminishing_returns(sizes, np.exp(draw - draw.min())) for draw in draws]
+        right = draws[np.arange(len(draws)), chosen][:, None]
+        losses = np.abs(draws - right)
+    else:
+        losses = draws - draws.min(axis=1, keepdims=True)
+    now = float(losses.mean(axis=0).min())
+    gains = np.zeros(len(sizes))
+    for i in np.flatnonzero(~known):
+        order = np.argsort(draws[:, i])
+        later = [losses[part].mean(axis=0).min() for part in np.array_split(order, 4)]
+        gains[i] = max(now - float(np.mean(later)), 0.0)
+    return now, gains
+
+
+def _smooth_normals(sizes: Floats) -> Floats:
+    """Standard normal draws that neighbours in log batch size share in part; always the same."""
+    axis = np.log2(sizes)
+    together = np.exp(-np.abs(axis[:, None] - axis[None, :]) / 2.0)
+    root = np.linalg.cholesky(together + 1e-9 * np.eye(len(sizes)))
+    draws = np.random.default_rng(0).standard_normal((_DRAWS, len(sizes)))
+    return np.asarray(draws @ root.T)
 
 
 def relative_noise(lower: Floats, upper: Floats) -> Floats:

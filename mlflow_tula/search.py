@@ -6,11 +6,11 @@ failed are answers too: feasibility is a map, not a threshold, and nothing is pr
 
 `PartialSearch` goes upwards in wide steps: the smallest size, the geometric middle between it and
 the largest, and so on, for large probes cost most (`benchmarks/search_curve.py` shows what a start
-with both ends loses by it). It does the same at the last and the middle world size, and then probes
-whatever is worth most to the decision per second it costs: the predictions and their intervals are
-drawn as random curves, and the value of a probe is by how much knowing its outcome would lower the
-expected loss of the choice (the knowledge gradient of sequential design; Frazier, Powell and
-Dayanik, "A Knowledge-Gradient Policy for Sequential Information Collection", 2008).
+with both ends loses by it). Of the last and the middle world size it measures what would be chosen
+there and one size far from it, and then the choice of all, unless a neighbour vouches for it. Then
+it probes whatever is worth most to the decision per second it costs: predictions and intervals are
+drawn as random curves (`knee.decision_gains`; the knowledge gradient of sequential design; Frazier,
+Powell and Dayanik, "A Knowledge-Gradient Policy for Sequential Information Collection", 2008).
 """
 
 from __future__ import annotations
@@ -21,25 +21,37 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from mlflow_tula.batches import candidate_batch_sizes
 from mlflow_tula.errors import InvalidInputError, TulaWarning
 from mlflow_tula.fit import fit
-from mlflow_tula.knee import TIE, Floats, diminishing_returns, relative_noise
+from mlflow_tula.knee import (
+    DIMINISHING_TOLERANCE,
+    TIE,
+    Floats,
+    decision_gains,
+    diminishing_returns,
+    relative_noise,
+)
 from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.predictors.convergence import ConvergencePredictor
 from mlflow_tula.probes import (
+    MAX_FAILURES,
     Probe,
     SearchCost,
     answers_of,
     expected_probe_time_s,
+    factor_apart,
     full_search_cost,
+    only_failures,
+    step_up,
+    walls_of,
 )
 from mlflow_tula.specs import check_int, check_real
 from mlflow_tula.table import ProfileTable
 
 __all__ = [
+    "MAX_FAILURES",
     "FullSearch",
     "PartialSearch",
     "Probe",
@@ -50,14 +62,15 @@ __all__ = [
     "full_search_cost",
 ]
 
-MAX_FAILURES = 3
-"""So many failed probes, and none that worked: something else than the batch size is wrong."""
 ENOUGH = 0.01
 """Expected loss of the decision, as a share of its time, below which no probe is worth its time."""
-_DRAWS = 256
 _Z90 = 1.645
 _MEASURED_NOISE = 0.02
-OUTLINE = 3
+FIRST_SHARE = 0.4
+"""Of the time left, what the first probe of another world size may take."""
+FAR, NEAR = 4, 2
+"""Factors between local batch sizes: far enough to tell compute from synchronisation; so near that
+a measurement vouches for the other."""
 
 
 class Search(Protocol):
@@ -82,7 +95,7 @@ class FullSearch:
         """The first candidate without a row."""
         answers = answers_of(table)
         open_probes = [probe for probe in self.candidates if probe not in answers]
-        if hopeless := _only_failures(table):
+        if hopeless := only_failures(table):
             self.reason = hopeless
             return None
         if not open_probes:
@@ -132,15 +145,20 @@ class PartialSearch:
         self.convergence = convergence
         self.min_probes = check_int("min_probes", min_probes)
         self.reason = ""
+        self._fitted: tuple[ProfileTable, PredictorBundle] | None = None
 
     def next_probe(self, table: ProfileTable, elapsed_s: float) -> Probe | None:
         """The next configuration to measure, or None to stop."""
-        if hopeless := _only_failures(table):
+        if hopeless := only_failures(table):
             self.reason = hopeless
             return None
         answers = answers_of(table)
         left = None if self.time_budget_s is None else self.time_budget_s - elapsed_s
-        wanted = self._outline(table, answers, left) or self._worth_most(table, answers, left)
+        wanted = (
+            self._outline(table, answers, left)
+            or self._near_choice(table, answers, left)
+            or self._worth_most(table, answers, left)
+        )
         if wanted is None:
             return None
         if left is not None and answers:
@@ -156,24 +174,93 @@ class PartialSearch:
     def _outline(
         self, table: ProfileTable, answers: Mapping[Probe, str], left_s: float | None
     ) -> Probe | None:
-        """Upwards in wide steps, at the first world size, then at the last and the middle one."""
+        """Upwards in wide steps at the first world size; two sizes of the last and the middle."""
         groups = self._groups(answers)
         for number in dict.fromkeys((0, len(groups) - 1, len(groups) // 2) if groups else ()):
             group = groups[number]
             where = f"world size {group[0].world_size}"
             # The first world size leaves time for the others, the last one need not.
-            found = _end(table, group, answers, left_s and left_s / (3 if number == 0 else 2))
+            if number == 0 or not table.ok:
+                found = step_up(table, group, answers, left_s and left_s / 3)
+            else:
+                found = self._second(table, group, answers, left_s)
             if found is not None:
                 probe, what = found
-            else:
-                continue
-            self.reason = f"{what} of {where}: local batch size {probe.local_batch_size}"
-            return probe
+                self.reason = f"{what} of {where}: local batch size {probe.local_batch_size}"
+                return probe
         return None
+
+    def _second(
+        self,
+        table: ProfileTable,
+        group: Sequence[Probe],
+        answers: Mapping[Probe, str],
+        left_s: float | None,
+    ) -> tuple[Probe, str] | None:
+        """Of another world size first what would be chosen there, then a size far from that.
+
+        The first tells most where it matters, and leaves time for the second: only two sizes, a
+        factor FAR apart, tell slower compute from synchronisation.
+        """
+        running = [p.local_batch_size for p in group if answers.get(p) == "ok"]
+        failed = [p.local_batch_size for p in group if answers.get(p, "ok") != "ok"]
+        if len(running) > 1 or len(failed) >= MAX_FAILURES:
+            return None
+        goal, what = group[self._decide(self._fit(table), group)].local_batch_size, "the choice"
+        options = [
+            p
+            for p in group
+            if p not in answers and p.local_batch_size < min(failed, default=np.inf)
+        ]
+        if running:
+            options = [p for p in options if factor_apart(p.local_batch_size, running[0]) >= FAR]
+            smaller = [p for p in options if p.local_batch_size < running[0]]
+            goal, what = (running[0] // FAR if smaller else goal), "far from the other"
+        seconds = {probe: expected_probe_time_s(table, probe) for probe in options}
+        # one large probe says more than a small one, where there is no time for two
+        for share in (1.0,) if running else (FIRST_SHARE, 1.0):
+            found = min(
+                (p for p in options if left_s is None or seconds[p] <= share * left_s),
+                key=lambda p: factor_apart(p.local_batch_size, goal),
+                default=None,
+            )
+            if found is not None and factor_apart(found.local_batch_size, goal) <= FAR:
+                break
+        return None if found is None else (found, what)
+
+    def _near_choice(
+        self, table: ProfileTable, answers: Mapping[Probe, str], left_s: float | None
+    ) -> Probe | None:
+        """What would be chosen of all, or a neighbour, where nothing near it was measured."""
+        if not table.ok:
+            return None
+        bundle, choices = self._fit(table), []
+        for group in self._groups(answers):
+            usable = [probe for probe in group if answers.get(probe, "ok") == "ok"]
+            if usable:
+                log_times, _ = self._predict(bundle, usable)
+                chosen = self._decide(bundle, usable)
+                choices.append((float(log_times[chosen]), usable[chosen], usable))
+        if not choices:
+            return None
+        slack = 0.0 if self.convergence is not None else np.log1p(DIMINISHING_TOLERANCE)
+        best = min(time for time, _, _ in choices) + slack
+        _, choice, group = next(entry for entry in choices if entry[0] <= best)
+        size = choice.local_batch_size
+        near = [p for p in group if factor_apart(p.local_batch_size, size) <= NEAR]
+        options = [p for p in near if left_s is None or expected_probe_time_s(table, p) <= left_s]
+        if not options or any(probe in answers for probe in near):
+            return None
+        found = min(options, key=lambda p: factor_apart(p.local_batch_size, size))
+        self.reason = (
+            f"nothing was measured near what would be chosen, {size} a rank at world size "
+            f"{choice.world_size}: local batch size {found.local_batch_size}"
+        )
+        return found
 
     def _groups(self, answers: Mapping[Probe, str]) -> list[list[Probe]]:
         """Candidates by layout, without those behind a wall that are not yet answered."""
-        walls = _walls(answers)
+        walls = walls_of(answers)
         groups: dict[tuple[int, int, int], list[Probe]] = {}
         for probe in self.candidates:
             walled = any(
@@ -241,9 +328,11 @@ class PartialSearch:
 
     def _fit(self, table: ProfileTable) -> PredictorBundle:
         """The predictors so far; that there are few rows is no news here."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", TulaWarning)
-            return fit(table, self.convergence)
+        if self._fitted is None or self._fitted[0] is not table:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", TulaWarning)
+                self._fitted = table, fit(table, self.convergence)
+        return self._fitted[1]
 
     def _predict(self, bundle: PredictorBundle, group: Sequence[Probe]) -> tuple[Floats, Floats]:
         """Logarithm of the time that decides, and the relative noise of the step time.
@@ -290,96 +379,6 @@ class PartialSearch:
             if abs(centre[other] - centre[chosen]) > TIE:
                 return False
         return len(inner) > 1
-
-
-def decision_gains(
-    sizes: Floats, log_times: Floats, spread: Floats, known: npt.NDArray[np.bool_], *, to_knee: bool
-) -> tuple[float, Floats]:
-    """Knowledge gradient of a choice among candidates of uncertain time.
-
-    Args:
-        sizes: batch sizes, ascending.
-        log_times: logarithms of the predicted times.
-        spread: standard deviation of each.
-        known: which were measured.
-        to_knee: the choice is the knee; otherwise the least time.
-
-    Returns:
-        The expected loss of choosing now (a share of time), and the expected fall of it when one
-        candidate more is known, for each.
-    """
-    draws = log_times + spread * _smooth_normals(sizes)
-    if to_knee:
-        chosen = [diminishing_returns(sizes, np.exp(draw - draw.min())) for draw in draws]
-        right = draws[np.arange(len(draws)), chosen][:, None]
-        losses = np.abs(draws - right)
-    else:
-        losses = draws - draws.min(axis=1, keepdims=True)
-    now = float(losses.mean(axis=0).min())
-    gains = np.zeros(len(sizes))
-    for i in np.flatnonzero(~known):
-        order = np.argsort(draws[:, i])
-        later = [losses[part].mean(axis=0).min() for part in np.array_split(order, 4)]
-        gains[i] = max(now - float(np.mean(later)), 0.0)
-    return now, gains
-
-
-def _smooth_normals(sizes: Floats) -> Floats:
-    """Standard normal draws that neighbours in log batch size share in part; always the same."""
-    axis = np.log2(sizes)
-    together = np.exp(-np.abs(axis[:, None] - axis[None, :]) / 2.0)
-    root = np.linalg.cholesky(together + 1e-9 * np.eye(len(sizes)))
-    draws = np.random.default_rng(0).standard_normal((_DRAWS, len(sizes)))
-    return np.asarray(draws @ root.T)
-
-
-def _end(
-    table: ProfileTable, group: Sequence[Probe], answers: Mapping[Probe, str], most_s: float | None
-) -> tuple[Probe, str] | None:
-    """The smallest size that runs, then one well above it, halving after each that does not."""
-    running = [i for i, probe in enumerate(group) if answers.get(probe) == "ok"]
-    if not running:
-        unanswered = [probe for probe in group if probe not in answers]
-        tried = len(group) - len(unanswered)
-        return (unanswered[0], "the smallest") if unanswered and tried < MAX_FAILURES else None
-    if len(running) >= OUTLINE:
-        return None
-    last = running[-1]
-    beyond = [i for i in range(last + 1, len(group)) if group[i] in answers]
-    options = [group[i] for i in range(last + 1, min(beyond, default=len(group)))]
-    if not options:
-        return None
-    goal = (group[last].local_batch_size * options[-1].local_batch_size) ** 0.5
-    if most_s is not None:
-        options = [p for p in options if expected_probe_time_s(table, p) <= most_s]
-        if not options:
-            return None
-    nearest = min(options, key=lambda p: abs(np.log(p.local_batch_size / goal)))
-    return nearest, "halfway up"
-
-
-def _walls(answers: Mapping[Probe, str]) -> list[tuple[int, int]]:
-    """(world size, local batch size) that ran out of memory above all that ran.
-
-    Neither it nor anything larger is worth a probe, on so many ranks or on more. Below the largest
-    size that ran there is no wall: feasibility is a map. Nor is there one before anything ran.
-    """
-    largest = max(
-        (p.local_batch_size for p, status in answers.items() if status == "ok"), default=0
-    )
-    return [
-        (probe.world_size, probe.local_batch_size)
-        for probe, status in answers.items()
-        if status == "oom" and 0 < largest < probe.local_batch_size
-    ]
-
-
-def _only_failures(table: ProfileTable) -> str:
-    """Why going on is useless: several probes failed and none ran; empty while it is not."""
-    failed = [row for row in table.measurements if row.status == "failed"]
-    if table.ok or len(failed) < MAX_FAILURES:
-        return ""
-    return f"{len(failed)} probes failed and none ran, the last with: {failed[-1].reason}"
 
 
 def _checked(candidates: Sequence[Probe]) -> tuple[Probe, ...]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -114,6 +115,75 @@ def test_a_second_world_size_gets_at_least_two_probes() -> None:
     assert len(tried(table, 1)) >= 3
     assert len(tried(table, 2)) >= 2
     assert len(table.measurements) < 2 * len(SIZES)
+
+
+def cores(probe: Probe) -> tula.Measurement:
+    """VGG11 on two cores: two ranks have one each."""
+    compute = 0.35 + 0.0105 * probe.local_batch_size * probe.world_size
+    wait = 0.4 if probe.world_size > 1 else 0.0
+    seconds = compute + wait
+    steps = int(min(40, max(3, 4.0 / seconds)))
+    return tula.Measurement(
+        **probe.to_dict(),
+        step_time_s=seconds,
+        sync_time_s=wait,
+        num_steps=steps,
+        probe_time_s=1.0 + (steps + 3.5) * seconds,
+    )
+
+
+def sweep(budget: float | None, row: Callable[[Probe], tula.Measurement] = cores):
+    """The table of a partial search on one and two ranks."""
+    table, elapsed = EMPTY, 6.0
+    search = PartialSearch(probes((1, 2)), time_budget_s=budget)
+    while (probe := search.next_probe(table, elapsed)) is not None:
+        table = table.with_rows([row(probe)])
+        elapsed += table.measurements[-1].probe_time_s or 0.0
+        assert budget is None or elapsed <= 1.1 * budget
+    return table
+
+
+@pytest.mark.parametrize("budget", [90.0, 120.0, 200.0, None])
+def test_two_sizes_far_apart_are_measured_on_ranks_that_share_cores(budget: float | None) -> None:
+    on_two = [row.local_batch_size for row in sweep(budget).ok if row.world_size == 2]
+    assert on_two[0] >= 64
+    assert max(on_two) >= 4 * min(on_two)
+
+
+def test_a_single_probe_of_another_world_size_is_a_large_one() -> None:
+    on_two = [row.local_batch_size for row in sweep(45.0).ok if row.world_size == 2]
+    assert len(on_two) == 1
+    assert on_two[0] >= 64
+
+
+@pytest.mark.parametrize("budget", [120.0, 200.0, None])
+def test_what_is_chosen_was_measured_or_a_neighbour_was(budget: float | None) -> None:
+    table = sweep(budget)
+    clusters = [tula.ClusterSpec(), tula.ClusterSpec(devices_per_node=2)]
+    memory = [
+        replace(row, peak_memory_bytes=2**30 + 2**20 * row.local_batch_size)
+        for row in table.measurements
+    ]
+    bundle = tula.fit(replace(table, measurements=tuple(memory)))
+    choice = tula.recommend(bundle, cluster=clusters).choice
+    near = [
+        row.local_batch_size
+        for row in table.ok
+        if row.world_size == choice.world_size
+        and 0.5 <= row.local_batch_size / choice.local_batch_size <= 2
+    ]
+    assert near
+    truth = cores(
+        Probe(local_batch_size=choice.local_batch_size, devices_per_node=choice.world_size)
+    )
+    assert choice.step_time_s == pytest.approx(truth.step_time_s, rel=0.1)
+
+
+def test_a_probe_on_more_ranks_of_a_cpu_is_expected_to_take_longer() -> None:
+    table = EMPTY.with_rows(cores(probe) for probe in probes(sizes=(8, 64, 256)))
+    asked = Probe(local_batch_size=128, devices_per_node=2)
+    expected = expected_probe_time_s(table, asked)
+    assert expected == pytest.approx(cores(asked).probe_time_s, rel=0.15)
 
 
 def test_many_world_sizes_are_covered_by_the_ends_and_the_middle() -> None:
