@@ -96,7 +96,7 @@ def run(args: list[str] | None = None) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted; what was measured is kept", 130)
+        return _fail("interrupted; what was measured is kept, and the same command goes on", 130)
     except TulaError as error:
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:

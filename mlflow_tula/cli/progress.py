@@ -67,7 +67,7 @@ class _Bar:
     def show(self, text: str, done: float, total: float | None, left: float | None) -> None:
         """Where the work is; nothing without a terminal."""
         if self._bar is not None:
-            rest = f"about {seconds(left)} left" if left is not None and left >= 0.05 else ""
+            rest = f"about {_time_left(left)}" if left is not None and left >= 1 else ""
             self._bar.update(self._task, description=text, completed=done, total=total, left=rest)
 
 
@@ -117,8 +117,13 @@ class ProfileProgress(_Bar):
             else f"{row.status}: {row.reason}"
         )
         left = event.expected_remaining_s
-        rest = f", about {seconds(left)} left" if left is not None and left >= 1 else ""
+        rest = f", about {_time_left(left)}" if left is not None and left >= 1 else ""
         self.say(f"batch {_probe(event.probe)}: {outcome}{rest}")
+
+
+def _time_left(left: float) -> str:
+    """Whole seconds or minutes: an estimate has no more digits."""
+    return f"{left:.0f} s left" if left < 120 else f"{left / 60:.0f} min left"
 
 
 def _probe(probe: Any) -> str:
