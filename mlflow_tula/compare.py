@@ -221,8 +221,11 @@ def _test_trials(
     plan: Plan, limits: dict[int, float] | None, tuning: Sequence[Outcome]
 ) -> list[Trial]:
     """The reference, then plain and every method at every batch size."""
+    from mlflow_tula.comparing.trial import AUTO, auto_settings
 
     def chosen(method: str, size: int) -> Settings:
+        if method == AUTO:
+            return freeze(auto_settings(plan.task, size))
         source = grids.tuned_as(method)
         tried = [o for o in tuning if o.trial.method == source and o.trial.batch_size == size]
         if tried:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from mlflow_tula.compare import Plan, compare
+from mlflow_tula.compare import Plan, compare, known_methods
 from mlflow_tula.comparing.facts import Task, Trial, freeze
 from mlflow_tula.comparing.local_steps import LocalSteps
 from mlflow_tula.comparing.records import RecordFile
@@ -90,6 +90,27 @@ def test_divergence_is_an_outcome():
     assert outcome.diverged
     assert outcome.train_loss is None
     json.dumps(outcome.to_dict(), allow_nan=False)
+
+
+def test_the_rate_decays_for_every_method_alike():
+    decaying = replace(TASK, decay="linear")
+    assert run_trial(trial(task=decaying)).loss != run_trial(trial()).loss
+    for method in ("ags", "lars", "sam", "batch_warmup", "post_local_sgd"):
+        own = {"post_local_sgd": {"start_epoch": 0.0, "period": 2}}.get(method, {})
+        outcome = run_trial(trial(method, task=decaying, **own))
+        assert outcome.loss != run_trial(trial(method, **own)).loss, method
+    # the last step is as good as none: the rate is zero in it
+    longer = run_trial(trial(task=replace(decaying, epochs=40.0), batch=512))
+    assert longer.accuracy > 0.9
+
+
+def test_the_recipe_is_spelled_out_in_its_record(tmp_path):
+    result = compare(PLAN, tmp_path / "r.jsonl", workers=1)
+    settings = dict(next(row for row in result.rows if row.method == "auto").settings)
+    assert settings.pop("method") in known_methods()
+    spelled = trial(str(dict(result.rows[-1].settings)["method"]), **settings)
+    same = run_trial(spelled)
+    assert same.accuracy == result.outcomes[-2].accuracy
 
 
 def test_weight_decay_and_momentum_reach_the_optimizer():

@@ -116,6 +116,8 @@ def test_every_batch_size_sees_the_same_samples_in_the_same_order(sizes, seed):
         ("conv", (1, 8, 8)),
         ("conv_stride", (1, 28, 28)),
         ("conv_norm", (1, 28, 28)),
+        ("conv_pool", (1, 28, 28)),
+        ("conv_pool", (1, 30, 30)),
         ("conv1d", (1, 40)),
         ("resnet18", (3, 32, 32)),
     ],

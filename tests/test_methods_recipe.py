@@ -12,20 +12,55 @@ from mlflow_tula.methods.recipe import RULES, choose_method
 BATCHES = {"batch_size": 512, "reference_batch_size": 32, "reference_learning_rate": 0.05}
 
 
-def test_one_line_sets_rate_warm_up_and_clip_and_keeps_the_rest():
+def test_one_line_sets_method_step_and_warm_up_and_keeps_the_rest():
+    torch.manual_seed(0)
     model = nn.Linear(2, 2)
     optimizer, schedule = recipe(
         model, **BATCHES, steps_per_epoch=4, momentum=0.8, weight_decay=0.01
     )
-    group = optimizer.param_groups[0]
-    assert (group["momentum"], group["weight_decay"]) == (0.8, 0.01)
-    assert group["lr"] == pytest.approx(0.05)  # warm-up begins at the reference rate
+    matrices, vectors = optimizer.param_groups
+    assert (matrices["momentum"], matrices["weight_decay"]) == (0.8, 0.01)
+    assert (vectors["momentum"], vectors["weight_decay"]) == (0.8, 0.0)
+    assert matrices["lr"] == pytest.approx(1 / 16)  # warm-up of 5 epochs
+    assert vectors["lr"] == pytest.approx(0.05 * 4 / 16)
+    before = model.weight.detach().clone()
     for _ in range(20):
-        model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         schedule.step()
-    assert group["lr"] == pytest.approx(0.05 * 16)
+    assert matrices["lr"] == pytest.approx(1.0)
+    assert vectors["lr"] == pytest.approx(0.05 * 4)
+    assert torch.equal(model.weight, before)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    moved = float((model.weight.detach() - before).norm() / before.norm())
+    assert moved == pytest.approx(0.01 * 4, rel=1e-3)  # 1 % times the root of 512 / 32
+
+
+def test_the_schedule_takes_the_rate_to_zero_when_asked():
+    optimizer, schedule = recipe(
+        nn.Linear(2, 2), **BATCHES, steps_per_epoch=4, epochs=10, decay="linear"
+    )
+    rates = []
+    for _ in range(40):
+        optimizer.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        schedule.step()
+    assert rates[4] == pytest.approx(1 - 4 / 40)  # warm-up took a tenth of the training
+    assert max(rates) == rates[4]
+    assert rates[39] == pytest.approx(1 / 40)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
+    with pytest.raises(InvalidInputError, match="needs epochs and steps_per_epoch"):
+        recipe(nn.Linear(2, 2), **BATCHES, decay="linear")
+    with pytest.raises(InvalidInputError, match="decay must be none or linear"):
+        recipe(nn.Linear(2, 2), **BATCHES, decay="cosine")
+
+
+def test_a_model_of_vectors_alone_gets_a_scaled_rate_and_a_clip():
+    optimizer, _ = recipe([nn.Parameter(torch.ones(3))], **BATCHES, warmup_epochs=0)
     assert isinstance(optimizer, NormClipping)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 16)
 
 
 def test_the_reference_batch_itself_is_left_alone():
@@ -52,9 +87,10 @@ def test_settings_hold_at_the_reference_batch_too():
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_linear_factor_is_capped_and_adam_takes_the_root():
+def test_the_relative_step_is_capped_and_adam_takes_the_root():
     capped, _ = recipe(nn.Linear(2, 2), **{**BATCHES, "batch_size": 32 * 64}, warmup_epochs=0)
-    assert capped.param_groups[0]["lr"] == pytest.approx(0.05 * 16)
+    assert capped.param_groups[0]["trust_coefficient"] == pytest.approx(0.04)
+    assert capped.param_groups[1]["lr"] == pytest.approx(0.05 * 4)
     adam, _ = recipe(nn.Linear(2, 2), **BATCHES, optimizer="adamw", warmup_epochs=0)
     assert adam.param_groups[0]["lr"] == pytest.approx(0.05 * 4)
 
@@ -64,15 +100,15 @@ def test_without_an_epoch_length_warm_up_takes_200_steps():
     for _ in range(100):
         optimizer.step()
         schedule.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * (1 + 15 / 2))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx((1 / 16 + 1) / 2)
 
 
 def test_an_optimizer_keeps_its_settings():
     model = nn.Linear(2, 2)
     mine = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.7, nesterov=True)
     optimizer, _ = recipe(mine, batch_size=128, reference_batch_size=32, warmup_epochs=0)
-    group = optimizer.param_groups[0]
-    assert group["lr"] == pytest.approx(0.4)
+    group = optimizer.param_groups[1]
+    assert group["lr"] == pytest.approx(0.2)
     assert (group["momentum"], group["nesterov"]) == (0.7, True)
 
 
@@ -106,9 +142,9 @@ def test_parameters_that_no_fused_kernel_takes():
 def test_every_rule_names_a_method_and_settings_that_exist():
     for rule in RULES:
         assert build_method(rule.method, **rule.settings).name == rule.method
-    for family in ("sgd", "adaptive"):
+    for family, large in (("sgd", "lars"), ("adaptive", "scaling_clip")):
         assert choose_method(family, 1.0).method == "plain"
-        assert choose_method(family, 1e9).method == "scaling_clip"
+        assert choose_method(family, 1e9).method == large
 
 
 @pytest.mark.parametrize("method", ["ags", "static_scaling", "lars", "sqrt_scaling"])

@@ -26,7 +26,7 @@ RECORDS = "trainings.jsonl"
     "--network",
     str,
     "auto",
-    "mlp, conv, conv_stride, conv_norm, conv1d, a torchvision model or package.module:function.",
+    "mlp, conv, conv_stride, conv_norm, conv_pool, conv1d, a torchvision model or module:function.",
 )
 @option("--methods", OpenText("all"), "all", "Methods, comma-separated; all: the whole catalogue.")
 @option(

@@ -20,7 +20,7 @@ from mlflow_tula.cli.types import OpenText, count, real
     "--network",
     str,
     "auto",
-    "mlp, conv, conv_stride, conv_norm, conv1d, a torchvision model or package.module:function.",
+    "mlp, conv, conv_stride, conv_norm, conv_pool, conv1d, a torchvision model or module:function.",
 )
 @option("--method", str, "plain", "Method of `tula compare` to train with.")
 @option(

@@ -13,6 +13,7 @@ from mlflow_tula.errors import InvalidInputError, SchemaError
 
 Split = Literal["validation", "test"]
 Budget = Literal["epochs", "time"]
+Decay = Literal["none", "linear"]
 
 SCHEMA_VERSION = 1
 KIND = "tula.trial"
@@ -32,6 +33,8 @@ class Task:
     momentum: float = 0.9
     weight_decay: float = 0.0
     epochs: float = 10.0
+    decay: Decay = "none"
+    """Of the learning rate over the training, for every method alike: linear goes to zero."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""

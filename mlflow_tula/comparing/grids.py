@@ -95,12 +95,12 @@ _GRIDS: dict[str, Callable[[Task], Sequence[Settings]]] = {
     ),
     "lars": lambda task: _product(
         learning_rate=(1.0,),
-        trust_coefficient=(0.005, 0.01, 0.02, 0.04),
+        trust_coefficient=(0.01, 0.02, 0.03, 0.04),
         warmup_epochs=_epochs(task, 0.1, 0.2),
     ),
     "lars_clip": lambda task: _product(
         learning_rate=(1.0,),
-        trust_coefficient=(0.01, 0.02, 0.04),
+        trust_coefficient=(0.02, 0.03, 0.04),
         vector_rule=("linear",),
         warmup_epochs=_epochs(task, 0.1, 0.2),
     ),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,9 +61,15 @@ def resolve_method(trial: Trial) -> Method:
     """The method that a trial names, with its settings."""
     name, settings = trial.method, dict(trial.settings)
     if name == AUTO:
-        rule = choose_method("sgd", trial.batch_size / trial.task.reference_batch_size)
-        name, settings = rule.method, {**rule.settings, **settings}
+        settings = {**auto_settings(trial.task, trial.batch_size), **settings}
+        name = settings.pop("method")
     return build_method(name, **settings)
+
+
+def auto_settings(task: Task, batch_size: int) -> dict[str, Any]:
+    """What `recipe` chooses by its rule, spelled out, so that a record says which rule it was."""
+    rule = choose_method("sgd", batch_size / task.reference_batch_size)
+    return {"method": rule.method, **rule.settings}
 
 
 def _run_control(trial: Trial) -> Outcome:
@@ -92,6 +99,20 @@ class _Replay:
     def wrap(self, optimizer: Optimizer, plan: TrainingPlan) -> MethodRun:
         replayed = ReplayedScaling(optimizer, self.multipliers, mode=self.like.mode)
         return MethodRun(optimizer=replayed, global_batch_size=plan.global_batch_size)
+
+
+@contextmanager
+def _decayed(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Every rate times `factor` for the block, which may change the rates as well.
+
+    Around the step and not in hooks of it: hooks that put a rate back run in the order in which
+    they were made, so a method's own would not undo what it had done.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+    yield
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] / factor
 
 
 @dataclass(slots=True)
@@ -158,8 +179,9 @@ class _Training:
         next_point = next(points, math.inf)
         finite = True
         self.clock.start()
-        for at in self._batches():
-            finite = self._step(self.data.train_x[at], self.data.train_y[at])
+        for at, rate in self._batches():
+            with _decayed(self.run_of.optimizer, rate):
+                finite = self._step(self.data.train_x[at], self.data.train_y[at])
             if not finite:
                 break
             while self._progress() >= next_point:
@@ -171,19 +193,22 @@ class _Training:
             self.local.finish()
         return self._outcome(finite)
 
-    def _batches(self) -> Iterator[Tensor]:
+    def _batches(self) -> Iterator[tuple[Tensor, float]]:
+        """Indices of the next batch, and the factor of a decay for its step."""
         stream = SampleStream(self.count, self.trial.seed)
         total = round(self.trial.task.epochs * self.count)
         limit = self.trial.time_limit_s
+        decays = self.trial.task.decay == "linear"
         while True:
             size = self.run_of.begin_epoch(self.samples // self.count)
             if (limit is None and self.samples + size > total) or (
                 limit is not None and self.clock.now() >= limit
             ):
                 return
+            rate = max(1.0 - self._progress(), 1e-3) if decays else 1.0
             self.samples += size
             self.steps += 1
-            yield stream.take(size)
+            yield stream.take(size), rate
 
     def _progress(self) -> float:
         limit = self.trial.time_limit_s

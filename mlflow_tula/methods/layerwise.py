@@ -130,6 +130,9 @@ class LayerwiseMethod:
     rule: ScalingRule = "linear"
     vector_rule: ScalingRule = "sqrt"
     learning_rate: float | None = None
+    relative_step: float | None = None
+    """LARS without a rate to tune: a matrix's gradient step is this share of its norm, times the
+    square root of the batch ratio (up to `cap`). In place of rate and trust coefficient."""
     trust_coefficient: float = 0.01
     """The paper's 0.001 goes with rates of 10 and more, not with a scaled rate of SGD."""
     warmup_epochs: float | None = None
@@ -142,24 +145,22 @@ class LayerwiseMethod:
         if self.name.split("_")[0] not in ("lars", "lamb"):
             raise InvalidInputError(f"the name must begin with lars or lamb, not {self.name!r}")
         check_number("trust_coefficient", self.trust_coefficient, above=0)
+        if self.relative_step is not None:
+            check_number("relative_step", self.relative_step, above=0)
+            if self.learning_rate is not None or self.name.startswith("lamb"):
+                raise InvalidInputError(
+                    "relative_step is LARS's, in place of a learning_rate: give one of the two"
+                )
 
     def wrap(self, optimizer: Optimizer, plan: TrainingPlan) -> MethodRun:
         """Replace the optimizer, keeping its parameters and settings."""
         settings = optimizer.param_groups[0]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        rate, decay = float(settings["lr"]), float(settings.get("weight_decay", 0.0))
         factor = learning_rate_factor(self.rule, plan.ratio, cap=self.cap)
+        if self.relative_step is not None:
+            factor = plan.ratio  # warm-up begins where linear scaling's would
         if self.name.startswith("lars"):
-            vector_factor = learning_rate_factor(self.vector_rule, plan.ratio, cap=self.cap)
-            stepping = lars(
-                parameters,
-                self.learning_rate if self.learning_rate is not None else rate * factor,
-                vector_learning_rate=rate * vector_factor,
-                momentum=float(settings.get("momentum", 0.9)),
-                weight_decay=decay,
-                nesterov=bool(settings.get("nesterov", False)),
-                trust_coefficient=self.trust_coefficient,
-            )
+            stepping = self._lars(parameters, settings, plan)
         else:
             stepping = lamb(
                 parameters,
@@ -167,7 +168,7 @@ class LayerwiseMethod:
                 if self.learning_rate is not None
                 else self._lamb_rate(optimizer),
                 betas=settings.get("betas", (0.9, 0.999)),
-                weight_decay=decay,
+                weight_decay=float(settings.get("weight_decay", 0.0)),
             )
             if self.learning_rate is None:
                 scale_learning_rate(stepping, factor)
@@ -176,6 +177,29 @@ class LayerwiseMethod:
             stepping = NormClipping(stepping, self.max_norm)
         return MethodRun(
             optimizer=stepping, schedule=schedule, global_batch_size=plan.global_batch_size
+        )
+
+    def _lars(
+        self, parameters: list[torch.nn.Parameter], settings: dict[str, Any], plan: TrainingPlan
+    ) -> Optimizer:
+        given = float(settings["lr"])
+        trust = self.trust_coefficient
+        if self.relative_step is not None:
+            rate = 1.0
+            trust = self.relative_step * learning_rate_factor("sqrt", plan.ratio, cap=self.cap)
+        elif self.learning_rate is not None:
+            rate = self.learning_rate
+        else:
+            rate = given * learning_rate_factor(self.rule, plan.ratio, cap=self.cap)
+        vector_factor = learning_rate_factor(self.vector_rule, plan.ratio, cap=self.cap)
+        return lars(
+            parameters,
+            rate,
+            vector_learning_rate=given * vector_factor,
+            momentum=float(settings.get("momentum", 0.9)),
+            weight_decay=float(settings.get("weight_decay", 0.0)),
+            nesterov=bool(settings.get("nesterov", False)),
+            trust_coefficient=trust,
         )
 
     @staticmethod
