@@ -559,9 +559,17 @@ ROWS = st.lists(
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(rows=ROWS, links=st.booleans(), parameters=st.none() | st.integers(1, 10**9))
-def test_any_table_that_is_allowed_fits_and_answers(rows, links: bool, parameters) -> None:
-    predictor = step_time.fit(table(rows, LINKS if links else (), num_parameters=parameters))
+@given(
+    rows=ROWS,
+    links=st.booleans(),
+    parameters=st.none() | st.integers(1, 10**9),
+    device_type=st.sampled_from(["cuda", "cpu"]),
+)
+def test_any_table_that_is_allowed_fits_and_answers(
+    rows, links: bool, parameters, device_type: str
+) -> None:
+    made = table(rows, LINKS if links else (), num_parameters=parameters)
+    predictor = step_time.fit(replace(made, hardware=replace(HARDWARE, device_type=device_type)))
     assert predictor == step_time.StepTimePredictor.from_dict(
         json.loads(json.dumps(predictor.to_dict(), allow_nan=False))
     )
@@ -597,6 +605,7 @@ def test_parameters_are_plain_json_and_round_trip(points) -> None:
         ({"compute": None}, "damaged"),
         ({"knots": "many"}, "damaged"),
         ({"range": {}}, "damaged"),
+        ({"contention": 0.1}, "damaged"),
         ({"spread": {"noise_sd": 0.1}}, "damaged"),
     ],
 )
