@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check docs test test-slow test-all bench accuracy readme clean
+.PHONY: help env fix check docs test test-slow test-all bench accuracy accuracy-generalization readme clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -68,6 +68,9 @@ readme: $(READY)  ## the README's run and figure, from a real run in build/run
 	cp $$(find build/run/mlartifacts -name overview.png) docs/overview.png
 	(echo '```text'; cat build/run/run.txt; echo '```') > build/run/run.md
 	$(BIN)/python docs/sections.py README.md run=build/run/run.md
+
+accuracy-generalization: $(READY)  ## large-batch methods on three real datasets (an hour when new)
+	$(BIN)/python benchmarks/generalization.py both
 
 clean:  ## caches and build outputs, never the environment or the store
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

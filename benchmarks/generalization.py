@@ -3,35 +3,31 @@
     python benchmarks/generalization.py run --only digits --workers 2
     python benchmarks/generalization.py report              # docs/accuracy-generalization.md
 
-`run` appends to benchmarks/results/generalization/<task>.jsonl and goes on where it was; `report`
-reads these files alone. Both at once: `make accuracy-generalization`.
+`run` appends to benchmarks/results/generalization/<dataset>.jsonl and goes on where it was;
+`report` reads these files alone. Both at once: `make accuracy-generalization`.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+from generalization_report import DOCUMENT, write_report
+
 from mlflow_tula.compare import Comparison, Plan, compare
 from mlflow_tula.comparing.facts import Outcome, Task
-from mlflow_tula.comparing.figures import draw_all
-from mlflow_tula.comparing.tables import results_table, table_one, verdicts
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "generalization"
-DOCUMENT = ROOT / "docs" / "accuracy-generalization.md"
-FIGURES = ROOT / "docs" / "figures"
+RESULTS = Path(__file__).resolve().parent / "results" / "generalization"
 
+_DIGITS = Plan(
+    task=Task(dataset="digits", epochs=30.0, decay="linear"),
+    batch_sizes=(512,),
+    tune_learning_rate=True,
+)
 PLANS = {
-    "digits": Plan(
-        task=Task(dataset="digits", epochs=30.0, decay="linear"),
-        batch_sizes=(512,),
-        tune_learning_rate=True,
-    ),
+    "digits": _DIGITS,
     "mnist1d": Plan(
         task=Task(dataset="mnist1d", epochs=60.0, decay="linear"),
         batch_sizes=(512,),
@@ -44,23 +40,52 @@ PLANS = {
         tuning_seeds=1,
     ),
 }
+"""The comparison proper, one dataset each."""
+
+MORE_PLANS = {
+    "digits, batch sizes": replace(
+        _DIGITS,
+        batch_sizes=(64, 128, 256, 512),
+        methods=(
+            "plain",
+            "linear_scaling",
+            "scaling_clip",
+            "lars",
+            "post_local_sgd",
+            "ags",
+            "auto",
+        ),
+    ),
+    "digits, equal time": replace(
+        _DIGITS,
+        budget="time",
+        methods=(
+            "plain",
+            "scaling_clip",
+            "lars",
+            "ags",
+            "sam",
+            "batch_warmup",
+            "batch_growth",
+            "auto",
+        ),
+    ),
+}
+"""On the same record file as their dataset's."""
 
 
-def run(only: str | None, workers: int | None, *, budget: str = "epochs") -> None:
-    """Run what the record files lack."""
-    for name, plan in plans(only, budget).items():
-        done = compare(plan, records_of(name), workers=workers, on_outcome=_say)
+def run(only: str | None, workers: int | None, *, stored: bool = False) -> dict[str, Comparison]:
+    """Run what the record files lack; with `stored`, nothing may be lacking."""
+    found = {}
+    for name, plan in {**PLANS, **MORE_PLANS}.items():
+        if only not in (None, name):
+            continue
+        records = RESULTS / f"{plan.task.dataset}.jsonl"
+        hear = None if stored else _say
+        found[name] = compare(plan, records, workers=workers, on_outcome=hear, only_recorded=stored)
+        done = found[name]
         print(f"{name}: {len(done.tuning)} tuning runs, {len(done.outcomes)} results", flush=True)
-
-
-def plans(only: str | None, budget: str = "epochs") -> dict[str, Plan]:
-    """The plans by name: all, or one."""
-    return {name: plan for name, plan in PLANS.items() if only in (None, name)}
-
-
-def records_of(name: str) -> Path:
-    """The record file of a plan."""
-    return RESULTS / f"{name}.jsonl"
+    return found
 
 
 def _say(outcome: Outcome, done: int, total: int) -> None:
@@ -77,12 +102,15 @@ def _say(outcome: Outcome, done: int, total: int) -> None:
 def main() -> None:
     """Run, report, or both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--only", choices=tuple(PLANS))
+    parser.add_argument("what", choices=("run", "report", "both"))
+    parser.add_argument("--only", choices=(*PLANS, *MORE_PLANS))
     parser.add_argument("--workers", type=int)
     args = parser.parse_args()
-    if args.what == "run":
+    if args.what in ("run", "both"):
         run(args.only, args.workers)
+    if args.what in ("report", "both"):
+        write_report(run(None, None, stored=True), main=tuple(PLANS))
+        print(f"wrote {DOCUMENT}")
 
 
 if __name__ == "__main__":

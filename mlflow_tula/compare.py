@@ -109,6 +109,7 @@ def compare(
     *,
     workers: int | None = None,
     on_outcome: OnOutcome | None = None,
+    only_recorded: bool = False,
 ) -> Comparison:
     """Run what the plan lacks in the record file, and summarize all of it.
 
@@ -117,14 +118,16 @@ def compare(
         records: a JSON-lines file to go on with, or to begin.
         workers: trainings side by side; the process's cores when None.
         on_outcome: hears of each outcome, those found in the file included.
+        only_recorded: train nothing: everything must be in the file.
 
     Raises:
         InvalidInputError: a dataset, network or method that cannot be used.
         WorkFailedError: a training that raised; what was finished is in the file.
     """
-    _check_data(plan.task)
+    if not only_recorded:
+        _check_data(plan.task)
     count = workers or len(os.sched_getaffinity(0))
-    with _Runner(RecordFile(records), count, on_outcome) as runner:
+    with _Runner(RecordFile(records), 0 if only_recorded else count, on_outcome) as runner:
         if plan.tune_learning_rate:
             rate = best_learning_rate(runner.run(_rate_trials(plan)))
             plan = replace(plan, task=replace(plan.task, learning_rate=rate))
@@ -285,6 +288,11 @@ class _Runner:
             self._on_outcome(outcome, done, total)
 
     def _train(self, trials: list[Trial]) -> Iterator[Outcome]:
+        if not self._workers and trials:
+            raise InvalidInputError(
+                f"{len(trials)} trainings are not in {self._file.path}, {trials[0].method} at "
+                f"batch {trials[0].batch_size} among them: run them first"
+            )
         if self._workers == 1:
             with _one_thread():
                 for trial in trials:
