@@ -171,7 +171,7 @@ def start_run(
         status = {0: "FINISHED", None: "FINISHED", _TERMINATED: "KILLED"}.get(error.code, "FAILED")  # type: ignore[arg-type]
         raise
     finally:
-        _close(status)
+        _close(run, status)
 
 
 def _open(name: str, experiment: str | None) -> Run:
@@ -194,11 +194,19 @@ def _open(name: str, experiment: str | None) -> Run:
     return Run(active.info.run_id, active.info.experiment_id)
 
 
-def _close(status: str) -> None:
-    """End the run; a store that has gone away must not hide the error that is on its way."""
+def _close(run: Run, status: str) -> None:
+    """End the run; a store that has gone away must not hide the error that is on its way.
+
+    What interrupts a block may come while a nested run is being logged: that one ends with it.
+    """
     try:
         with quiet_mlflow():
             mlflow.end_run(status=status)
+            if status != "FINISHED":
+                children = f"tags.`mlflow.parentRunId` = '{run.run_id}' AND status = 'RUNNING'"
+                for child in run.client.search_runs([run.experiment_id], children):
+                    if "tula.pid" not in child.data.tags:
+                        run.client.set_terminated(child.info.run_id, status=status)
     except Exception as error:
         _logger.warning("the run could not be closed as %s: %s", status, error)
 

@@ -17,11 +17,6 @@ from mlflow_tula.batches import (
 from mlflow_tula.errors import InvalidInputError
 
 
-def test_an_indivisible_size_names_the_nearest_on_both_sides() -> None:
-    with pytest.raises(InvalidInputError, match=r"world size 4, not 30; .* are 28 and 32"):
-        check_global_batch_size(30, world_size=4, dataset_size=100)
-
-
 def test_the_way_out_stays_inside_the_dataset() -> None:
     with pytest.raises(InvalidInputError, match=r"valid sizes are 96$"):
         check_global_batch_size(99, world_size=8, dataset_size=100)

@@ -48,7 +48,9 @@ def main_run(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_mlflow_run_prints_the_decision(main_run: subprocess.CompletedProcess[str]) -> None:
+def test_mlflow_7387_mlflow_example_21_mlflow_run_prints_the_decision(
+    main_run: subprocess.CompletedProcess[str],
+) -> None:
     assert "choice: global batch size" in main_run.stdout
     assert f"registered tula.{NAME}.digits." in main_run.stdout
     assert "Traceback" not in main_run.stderr

@@ -113,7 +113,7 @@ def test_the_three_memory_numbers_of_a_cpu(profiled: Profiled) -> None:
         assert 50e6 < row.peak_memory_bytes < 4e9
 
 
-def test_exactly_the_reported_steps_were_run(profiled: Profiled) -> None:
+def test_lightning_13696_exactly_the_reported_steps_were_run(profiled: Profiled) -> None:
     finished = [e for e in profiled.events if e.kind == "probe_finished"]
     expected = {0: Counter[str](), 1: Counter[str]()}
     for event in finished:
@@ -251,7 +251,9 @@ def _rows(table: ProfileTable) -> dict[tuple[int, int], Measurement]:
         ("raises_on_rank_0", "failed", "rank 0: ValueError: wrong shape of moon"),
     ],
 )
-def test_a_failing_rank_is_a_row_and_the_sweep_goes_on(model: str, status: str, words: str) -> None:
+def test_composer_pr2117_3510_a_failing_rank_is_a_row_and_the_sweep_goes_on(
+    model: str, status: str, words: str
+) -> None:
     began = time.monotonic()
     table = profile(
         getattr(probe_parts, model),
@@ -329,24 +331,6 @@ def test_a_memory_limit_is_kept_by_prediction_and_by_the_allocator() -> None:
     )
     assert _rows(alone)[350, 1].status == "oom"
     assert "DefaultCPUAllocator" in _rows(alone)[350, 1].reason
-
-
-@pytest.mark.slow
-def test_a_slow_dataset_is_data_time_and_the_verdict_is_input_bound() -> None:
-    table = profile(
-        probe_parts.small_net,
-        probe_parts.SlowBlobs,
-        batch_sizes=[8],
-        world_sizes=[1],
-        settings=QUICK,
-    )
-    (row,) = table.measurements
-    assert row.data_time_s is not None
-    assert row.data_time_s >= 8 * 0.005
-    assert row.compute_time_s is not None
-    assert row.compute_time_s < row.data_time_s
-    assert is_input_bound(row)
-    assert row.reason.startswith("input-bound: ")
 
 
 @pytest.mark.slow

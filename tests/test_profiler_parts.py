@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import statistics
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.probes import Probe
-from mlflow_tula.probing.clock import HostClock, SynchronizedClock, clock_for
+from mlflow_tula.probing.clock import HostClock, clock_for
 from mlflow_tula.probing.contention import is_contended, run_queue_wait_s
 from mlflow_tula.probing.guards import (
     default_memory_limit,
@@ -69,37 +67,6 @@ def _table(*rows: tuple[int, float, int], world_size: int = 1) -> ProfileTable:
 # --- clocks
 
 
-@dataclass
-class FakeDevice:
-    """Work is queued in no time and takes a second of the fake clock each."""
-
-    now_s: float = 0.0
-    queue: list[float] = field(default_factory=list)
-
-    def launch(self, seconds: float) -> None:
-        self.now_s += 0.001
-        self.queue.append(seconds)
-
-    def wait(self) -> None:
-        self.now_s += sum(self.queue)
-        self.queue.clear()
-
-
-def test_an_asynchronous_device_is_timed_to_its_end() -> None:
-    device = FakeDevice()
-    clock = SynchronizedClock(device.wait, lambda: device.now_s)
-    device.launch(5.0)  # queued before the mark: not part of the step
-    start = clock.mark()
-    device.launch(1.0)
-    device.launch(2.0)
-    end = clock.mark()
-    assert clock.seconds(start, end) == pytest.approx(3.002)
-    naive = FakeDevice()
-    before = naive.now_s
-    naive.launch(3.0)
-    assert naive.now_s - before < 0.01, "what reading the host's clock alone would have said"
-
-
 def test_the_host_clock_is_monotonic() -> None:
     clock = HostClock()
     start = clock.mark()
@@ -108,53 +75,7 @@ def test_the_host_clock_is_monotonic() -> None:
     assert isinstance(clock_for(torch.device("cpu")), HostClock)
 
 
-class FakeAsynchronousModel(torch.nn.Module):
-    """A model whose forward pass only queues work on a fake device."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(8, 4)
-        self.fake = device
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.fake.launch(1.0)
-        return self.net(inputs)
-
-
-def test_a_step_on_an_asynchronous_device_includes_completion() -> None:
-    device = FakeDevice()
-    job = Job(model="probe_parts:small_net", dataset="probe_parts:blobs")
-    data = load_datasets(job, whole=True)
-    steps = TrainingSteps(
-        job,
-        data.train,
-        data.num_classes,
-        None,
-        local_batch_size=8,
-        accumulation_steps=2,
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
-        clock=SynchronizedClock(device.wait, lambda: device.now_s),
-    )
-    steps.module = steps.model = FakeAsynchronousModel(device)
-    steps.parameters = list(steps.module.parameters())
-    times = steps.step()
-    assert times.passes_s == pytest.approx(2.002), "two accumulated passes of a second each"
-
-
 # --- which steps count
-
-
-def test_ten_fold_slow_first_steps_and_an_outlier_leave_the_median_within_two_percent() -> None:
-    rng = random.Random(0)
-    for place in (5, 6, 9, 14):
-        steps = [0.1 * (1 + rng.gauss(0, 0.01)) for _ in range(100)]
-        steps[:5] = [10 * seconds for seconds in steps[:5]]
-        steps[place] = 20.0
-        series = _series(steps)
-        assert statistics.median(series.timed) == pytest.approx(0.1, rel=0.02)
-        assert series.num_warmup + len(series.timed) == len(series.seconds)
 
 
 def test_a_steady_series_stops_early_and_a_noisy_one_at_a_limit() -> None:
@@ -459,30 +380,3 @@ def test_a_half_batch_that_does_not_run_costs_only_the_noise_scale() -> None:
     steps.step()
     assert steps.split_passes() is None, "batch norm cannot take half of two samples"
     assert all(parameter.grad is None for parameter in steps.parameters)
-
-
-def test_50_real_steps_run_after_a_probe_at_the_same_size() -> None:
-    job = Job(model="probe_parts:small_net", dataset="probe_parts:blobs")
-    meter = CpuMeter()
-    settings = ProbeSettings(max_steps=3)
-    run_probe(lambda: _make_steps(job), meter, settings, local_batch_size=16, world_size=1)
-    steps = _make_steps(job)
-    assert all(steps.step().step_s > 0 for _ in range(50))
-
-
-def test_a_finished_probe_leaves_nothing_behind() -> None:
-    job = Job(model="probe_parts:small_net", dataset="probe_parts:blobs")
-
-    def make() -> TrainingSteps:
-        return _make_steps(job)
-
-    def modules() -> int:
-        gc.collect()
-        kinds = (torch.nn.Module, torch.optim.Optimizer)
-        return sum(issubclass(type(thing), kinds) for thing in gc.get_objects())
-
-    run_probe(make, CpuMeter(), ProbeSettings(max_steps=3), local_batch_size=16, world_size=1)
-    before = modules()
-    for _ in range(2):
-        run_probe(make, CpuMeter(), ProbeSettings(max_steps=3), local_batch_size=16, world_size=1)
-    assert modules() == before

@@ -158,31 +158,6 @@ def test_loading_leaves_no_bytecode_in_the_artifact_store(model, registered):
     assert not list(folder_of(registered).rglob("__pycache__"))
 
 
-NEWER_RELEASE = """
-
-_older = predict_frame
-
-
-def predict_frame(*args, **kwargs):
-    out = _older(*args, **kwargs)
-    return out.assign(step_time_s=2.0 * out["step_time_s"])
-"""
-
-
-def test_two_predictors_of_different_releases_live_side_by_side(store, table, bundle):
-    first, second = register(bundle, table=table), register(bundle, table=table)
-    # The second release answers twice as much.
-    script = folder_of(second) / "artifacts" / "predictors" / "inference.py"
-    with script.open("a") as file:
-        file.write(NEWER_RELEASE)
-    old, new = (mlflow.pyfunc.load_model(one.version_uri) for one in (first, second))
-    frame = asked(global_batch_size=[16, 64])
-    for _ in range(2):
-        expected = bundle.predict(frame)["step_time_s"].to_numpy()
-        np.testing.assert_allclose(old.predict(frame)["step_time_s"], expected)
-        np.testing.assert_allclose(new.predict(frame)["step_time_s"], 2 * expected)
-
-
 def test_equal_formulas_are_imported_once(tmp_path):
     copy_formulas(tmp_path / "a")
     copy_formulas(tmp_path / "b")

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import mlflow
@@ -12,7 +11,7 @@ import pytest
 from mlflow import MlflowClient
 
 from mlflow_tula.errors import StoreError
-from mlflow_tula.runs import MAX_PARAM, git_tags, start_run
+from mlflow_tula.runs import git_tags, start_run
 from mlflow_tula.stores import ensure_experiment
 
 
@@ -83,22 +82,6 @@ def test_somebody_elses_signal_handler_stays(store):
     assert seen == [1]
 
 
-def test_inside_a_project_the_given_run_is_resumed(store, monkeypatch):
-    client = MlflowClient()
-    project = client.create_run(ensure_experiment("theirs"))
-    client.log_param(project.info.run_id, "model", "'vgg11'")
-    monkeypatch.setenv("MLFLOW_RUN_ID", project.info.run_id)
-    with start_run("main vgg11", command="main", experiment="another") as run:
-        assert "MLFLOW_RUN_ID" not in os.environ
-        run.params({"model": "vgg11"})
-    assert run.run_id == project.info.run_id
-    done = finished(run)
-    assert done.info.status == "FINISHED"
-    assert done.info.run_name == "main vgg11"
-    assert done.data.params == {"model": "'vgg11'", "tula.model": "vgg11"}
-    assert client.get_experiment_by_name("another") is None
-
-
 def test_a_name_that_somebody_chose_is_kept(store, monkeypatch):
     project = MlflowClient().create_run(ensure_experiment("theirs"), run_name="My Run")
     monkeypatch.setenv("MLFLOW_RUN_ID", project.info.run_id)
@@ -127,17 +110,6 @@ def test_a_run_that_is_gone_is_a_store_error(store, monkeypatch):
     monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
     with pytest.raises(StoreError, match="cannot open a run"), start_run("r", command="main"):
         pass
-
-
-def test_long_parameters_are_cut_with_a_note_and_kept_whole(store):
-    with start_run("r", command="main") as run:
-        run.params({"sizes": "8," * 2000, "short": 1, "nothing": None})
-        run.params({"sizes": "8," * 2000, "short": 1})
-    done = finished(run)
-    assert len(done.data.params["tula.sizes"]) == MAX_PARAM
-    assert "the whole text is the artifact params/sizes.txt" in done.data.params["tula.sizes"]
-    assert mlflow.artifacts.load_text(f"runs:/{run.run_id}/params/sizes.txt") == "8," * 2000
-    assert set(done.data.params) == {"tula.sizes", "tula.short"}
 
 
 def test_a_parameter_that_changes_keeps_its_first_value(store, caplog):
@@ -184,24 +156,3 @@ def test_git_tags_name_the_commit(tmp_path, monkeypatch):
     tags = git_tags()
     assert len(tags["mlflow.source.git.commit"]) == 40
     assert tags["tula.git.dirty"] is False
-
-
-WAIT = """
-import sys, time
-from mlflow_tula.runs import start_run
-with start_run("victim", command="profile"):
-    print("ready", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_process_leaves_a_killed_run(store):
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAIT], stdout=subprocess.PIPE, text=True, cwd=store.parent
-    )
-    assert process.stdout.readline().strip() == "ready"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
-    runs = mlflow.search_runs(experiment_names=["tula"])
-    assert list(runs["status"]) == ["KILLED"]

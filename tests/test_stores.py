@@ -3,13 +3,10 @@ from __future__ import annotations
 import os
 import socket
 import sqlite3
-import subprocess
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
 
-import mlflow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,15 +50,6 @@ def test_a_new_sqlite_store_is_initialised(clean_mlflow):
 def test_looking_into_a_store_that_is_not_there_makes_none(clean_mlflow):
     check_store(write=False)
     assert list(clean_mlflow.iterdir()) == []
-
-
-def test_an_old_mlruns_folder_names_the_way_out(clean_mlflow):
-    (clean_mlflow / "mlruns" / "0").mkdir(parents=True)
-    (clean_mlflow / "mlruns" / "0" / "meta.yaml").write_text("artifact_location: x\n")
-    with pytest.raises(StoreError, match=r"mlflow migrate-filestore --source .* --target sqlite:"):
-        check_store()
-    with pytest.raises(StoreError, match=r"MLFLOW_TRACKING_URI=sqlite:///mlflow.db"):
-        check_store(write=False)
 
 
 def test_a_file_uri_names_the_way_out_too(clean_mlflow, monkeypatch):
@@ -182,26 +170,3 @@ def test_quiet_puts_back_what_was_set(monkeypatch):
         with stores.quiet_mlflow():
             assert os.environ[name] == "true"
         assert os.environ.get(name) == value
-
-
-START = """
-import mlflow
-from mlflow_tula.stores import check_store, ensure_experiment
-check_store()
-mlflow.start_run(experiment_id=ensure_experiment("race"))
-mlflow.log_metric("x", 1.0)
-mlflow.end_run()
-"""
-
-
-@pytest.mark.slow
-def test_eight_processes_on_an_empty_folder_all_succeed(clean_mlflow):
-    command = [sys.executable, "-c", START]
-    processes = [
-        subprocess.Popen(command, cwd=clean_mlflow, stderr=subprocess.PIPE, text=True)
-        for _ in range(8)
-    ]
-    ends = [(process.communicate(timeout=300)[1], process.returncode) for process in processes]
-    assert [code for _, code in ends] == [0] * 8, "\n".join(text[-2000:] for text, _ in ends)
-    mlflow.set_tracking_uri(f"sqlite:///{clean_mlflow / 'mlflow.db'}")
-    assert len(mlflow.search_runs(experiment_names=["race"])) == 8

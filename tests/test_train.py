@@ -52,12 +52,6 @@ def small_job(**changes: Any) -> Job:
 # ---------------------------------------------------------------- refused before anything starts
 
 
-def test_an_unsupported_strategy_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="strategy must be 'ddp' for training, not 'fsdp'"):
-        train(small_job(strategy="fsdp"), BatchPlan.of(8), epochs=1, output_dir=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_more_devices_than_there_are(tmp_path: Path) -> None:
     plan = BatchPlan.of(4096, devices_per_node=1024)
     with pytest.raises(InvalidInputError, match=r"at most this machine's \d+ .* not 1024"):
@@ -378,7 +372,9 @@ def test_two_ranks_resume_to_the_same_result(tmp_path: Path) -> None:
         ("out_of_memory_on_rank_1", r"rank 1: .*take a smaller local batch size"),
     ],
 )
-def test_one_rank_fails_and_all_leave(marked: Path, loss: str, message: str) -> None:
+def test_composer_pr2117_3510_one_rank_fails_and_all_leave(
+    marked: Path, loss: str, message: str
+) -> None:
     with pytest.raises(TrainingError, match=message):
         train(
             small_job(loss=f"train_parts:{loss}"),

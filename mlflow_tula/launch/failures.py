@@ -19,7 +19,7 @@ _OUT_OF_MEMORY = re.compile(
     r"""
       \b(?:cuda|hip|xpu|mps(?:\s+backend)?)\s+out\s+of\s+memory      # torch's caching allocators
     | \boutofmemoryerror\b
-    | \bcuda(?:\s+runtime)?\s+error(?:\s*\(2\))?\s*:\s*out\s+of\s+memory
+    | \b(?:cuda|hip)(?:\s+runtime|\s+driver)?\s+error(?:\s*\(2\))?\s*:\s*out\s+of\s+memory
     | \bcuda_error_out_of_memory\b | \bcudaerrormemoryallocation\b | \bhiperroroutofmemory\b
     | \bcublas_status_alloc_failed\b | \bcudnn_status_alloc_failed\b
     | \bcusolver_status_alloc_failed\b | \bcusparse_status_alloc_failed\b
@@ -28,10 +28,9 @@ _OUT_OF_MEMORY = re.compile(
     | \bfind\s+was\s+unable\s+to\s+find\s+an\s+engine
     | \bdefaultcpuallocator:.*(?:can't|can’t|not\s+enough|failed\s+to)\s+alloc
     | \bdefaultcpuallocator:\s+not\s+enough\s+memory
-    | \bstd::bad_alloc\b | \bbad\s+allocation\b
+    | \bstd::bad_alloc\b | \bbad\s+allocation\b | \bmemoryerror\b
     | \bcannot\s+allocate\s+memory\b | \benomem\b
-    | \bur_result_error_out_of_(?:device|host)_memory\b              # Intel's runtimes
-    | \bout_of_(?:device|host|resources)_memory\b
+    | (?:\b|_)result_error_out_of_(?:(?:device|host)_memory|resources)\b  # Intel's runtimes
     | \bunable\s+to\s+allocate\s+[\d.]+\s+[kmgtp]?i?b\b                # numpy
     | \bunable\s+to\s+mmap\s+\d+\s+bytes.*cannot\s+allocate
     | \bnccl\b.*\bout\s+of\s+memory\b

@@ -75,6 +75,7 @@ def run_probe(
         world_size: ranks.
     """
     began = time.perf_counter()
+    compiled_before = _forget_compiled_graphs()
     meter.start()
     steps = make_steps()
     run = _ProbeRun(steps, meter, settings, world_size)
@@ -92,7 +93,7 @@ def run_probe(
         "step_times_s": run.series.seconds,
         "evaluation_passes": 1,
         "gradient_passes": run.gradient_passes,
-        "compiled_graphs": _compiled_graphs(),
+        "compiled_graphs": _compiled_graphs() - compiled_before,
         "gradient_variability": gradient_variability(run.norms),
         "noise_scale": run.noise_scale(local_batch_size, accumulation),
     }
@@ -263,6 +264,16 @@ def _finite_median(values: list[float]) -> float | None:
     """A model that diverges in its first steps still has a step time."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.median(finite) if finite else None
+
+
+def _forget_compiled_graphs() -> int:
+    """Make torch.compile start anew, as a training at this size would; the graphs made so far.
+
+    A second size would else be compiled for any size, and from the eighth on not at all.
+    """
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
+    return _compiled_graphs()
 
 
 def _compiled_graphs() -> int:
