@@ -32,6 +32,7 @@ from mlflow_tula.methods import (
 )
 from mlflow_tula.methods.adascale import adascale_gain, shard_moments
 from mlflow_tula.methods.averaging import stop_averaging_gradients
+from mlflow_tula.methods.fused_lars import FusedLars
 from mlflow_tula.methods.scaling import warm_up
 
 PLAN = TrainingPlan(global_batch_size=512, reference_batch_size=32, steps_per_epoch=4)
@@ -208,6 +209,103 @@ class TestLayerwise:
         trust = 0.049 / 10.49
         velocity = [0.9 * 0.03 + trust * 6.294, 0.9 * 0.04 + trust * 8.392]
         assert w.tolist()[0] == pytest.approx([2.94 - 2 * velocity[0], 3.92 - 2 * velocity[1]])
+
+    @pytest.mark.parametrize("momentum", [0.0, 0.9])
+    @pytest.mark.parametrize("nesterov", [False, True])
+    def test_the_fused_lars_is_pytorch_optimizers(self, momentum, nesterov):
+        from pytorch_optimizer import LARS
+
+        def train(make):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+            optimizer = make(model)
+            for step in range(5):
+                optimizer.zero_grad()
+                x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+                model(x).square().sum().backward()
+                optimizer.step()
+            return list(model.parameters()), optimizer
+
+        nesterov = nesterov and momentum > 0
+        kwargs = {"momentum": momentum, "nesterov": nesterov, "trust_coefficient": 0.02}
+        mine, optimizer = train(
+            lambda m: lars(m.parameters(), 0.7, vector_learning_rate=0.01, **kwargs)
+        )
+        assert isinstance(optimizer, FusedLars)
+
+        def theirs(model):
+            matrices = [p for p in model.parameters() if p.ndim > 1]
+            vectors = [p for p in model.parameters() if p.ndim == 1]
+            groups = [{"params": matrices, "lr": 0.7}, {"params": vectors, "lr": 0.01}]
+            return LARS(groups, lr=0.7, **kwargs)
+
+        torch.testing.assert_close(mine, train(theirs)[0], rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_lars_skips_a_step_whose_gradient_is_not_finite(self, bad):
+        w, b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+        optimizer = lars([w, b], 1.0, vector_learning_rate=0.1)
+        w.grad, b.grad = torch.ones(2, 2), torch.tensor([bad, 1.0])
+        optimizer.step()
+        assert torch.equal(w.detach(), torch.ones(2, 2))
+        assert torch.equal(b.detach(), torch.ones(2))
+        b.grad = torch.ones(2)
+        optimizer.step()
+        assert not torch.equal(w.detach(), torch.ones(2, 2))
+
+    def test_lars_steps_from_all_zero_weights_at_the_vectors_rate(self):
+        w, b = nn.Parameter(torch.zeros(1, 2)), nn.Parameter(torch.ones(1))
+        optimizer = lars([w, b], 2.0, vector_learning_rate=0.1)
+        w.grad, b.grad = torch.tensor([[1.0, -2.0]]), torch.zeros(1)
+        optimizer.step()
+        assert w.tolist()[0] == pytest.approx([-0.1, 0.2])
+        still = nn.Parameter(torch.ones(1, 2))
+        optimizer = lars([still], 2.0, vector_learning_rate=0.1)
+        still.grad = torch.zeros(1, 2)
+        optimizer.step()
+        assert still.tolist() == [[1.0, 1.0]]
+
+    def test_lars_under_a_loss_scale_and_after_an_overflow(self):
+        def step(scale, overflow=0.0):
+            w, b = nn.Parameter(torch.ones(1, 2)), nn.Parameter(torch.ones(1))
+            optimizer = lars([w, b], 1.0, vector_learning_rate=0.1)
+            w.grad, b.grad = scale * torch.tensor([[3.0, 4.0]]), scale * torch.ones(1)
+            optimizer.grad_scale = torch.tensor(scale)
+            optimizer.found_inf = torch.tensor(overflow)
+            optimizer.step()
+            return torch.cat([w.detach().flatten(), b.detach()])
+
+        torch.testing.assert_close(step(1024.0), step(1.0))
+        torch.testing.assert_close(step(1024.0, overflow=1.0), torch.ones(3))
+
+    def test_lars_resumes_bit_for_bit_and_refuses_sparse_gradients(self):
+        def one(optimizer, model, seed):
+            optimizer.zero_grad()
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+            model(x).square().sum().backward()
+            optimizer.step()
+
+        def made():
+            torch.manual_seed(0)
+            model = nn.Linear(4, 2)
+            return model, lars(model.parameters(), 0.7, vector_learning_rate=0.01)
+
+        model, optimizer = made()
+        for seed in range(4):
+            one(optimizer, model, seed)
+            if seed == 1:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        again, resumed = made()
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        for seed in (2, 3):
+            one(resumed, again, seed)
+        assert torch.equal(again.weight, model.weight)
+        table = nn.Embedding(3, 2, sparse=True)
+        optimizer = lars(table.parameters(), 1.0, vector_learning_rate=0.1)
+        table(torch.tensor([1])).sum().backward()
+        with pytest.raises(InvalidInputError, match="takes no sparse gradients"):
+            optimizer.step()
 
     def test_lars_gives_vectors_their_own_plain_rate(self):
         w, b = parameter([[1.0]]), parameter([1.0])

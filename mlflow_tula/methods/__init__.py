@@ -12,7 +12,7 @@
     catalogue        every method by name
     recipe           the default: method, rate, warm-up and clip in one line
 
-    step_scaling, scale_invariance, fused, wrapper    the machinery under them
+    step_scaling, scale_invariance, fused, fused_lars, wrapper    the machinery under them
 
 One line in your own loop:
 
