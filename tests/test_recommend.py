@@ -339,6 +339,28 @@ def test_what_was_measured_beats_other_ranks_that_were_only_predicted(objective:
         assert "what was measured wins" in " ".join(choice.reasons)
 
 
+def test_a_knee_beyond_the_probes_gives_way_to_a_measured_neighbour_on_other_ranks() -> None:
+    # recorded on two busy cores: 256 on two ranks was predicted at 12 to 25 s an epoch
+    rows = pd.DataFrame(
+        {
+            "local_batch_size": [8, 64, 128, 16, 64],
+            "devices_per_node": [1, 1, 1, 2, 2],
+            "step_time_s": [0.687, 1.48, 2.67, 1.8, 2.86],
+            "sync_time_s": [0.0, 0.0, 0.0, 0.647, 0.452],
+            "peak_memory_bytes": [2.58e9, 2.67e9, 2.77e9, 2.72e9, 2.8e9],
+        }
+    )
+    table = tula.ProfileTable.from_frame(
+        rows,
+        workload=tula.Workload(model="net", dataset="digits", dataset_size=1437),
+        hardware=dataclasses.replace(HARDWARE, device_type="cpu"),
+    )
+    choice = ask(tula.fit(table), cluster=[ONE, TWO])
+    assert (choice.local_batch_size, choice.choice.world_size) == (128, 1)
+    assert choice.choice.measured
+    assert "what was measured wins" in choice.reasons[0]
+
+
 def test_ranks_that_were_measured_near_the_choice_may_win() -> None:
     choice = ask(shared_cores({64: 1.0, 128: 1.7}), cluster=[ONE, TWO], objective="min_time")
     assert choice.choice.world_size == 2

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CurvePoint", "KneeRule", "Objective", "Recommendation", "recommend"]
 
+Knee = tuple[CurvePoint, Settled, list[CurvePoint]]
+"""A cluster's knee, how it came about, and the cluster's points."""
 FEW_UPDATES = 10
 """Optimizer steps per epoch below which the choice comes with a warning."""
 
@@ -203,7 +205,7 @@ def _choose_minimum(
             _noise(rivals),
             measured=[point.measured for point in rivals],
         )
-        return rivals[again.index], [_why_known(request, chosen)]
+        return rivals[again.index], [_why_known(request, chosen, rivals[again.index])]
     costs = request.decides != "time_s"
     amount = plain[int(np.argmin(values))]
     least = f"${amount:,.4g}" if costs else f"{amount:,.4g} s"
@@ -229,23 +231,14 @@ def _choose_minimum(
 
 def _choose_knee(request: Request, allowed: Sequence[CurvePoint]) -> tuple[CurvePoint, list[str]]:
     """The knee of each cluster's curve, then the fewest devices that come near the best of them."""
-    knees: list[tuple[CurvePoint, Settled, list[CurvePoint]]] = []
-    for cluster in dict.fromkeys((p.nodes, p.devices_per_node) for p in allowed):
-        here = [p for p in allowed if (p.nodes, p.devices_per_node) == cluster]
-        sizes = [p.global_batch_size for p in here]
-        current = sizes.index(request.current) if request.current in sizes else None
-        settled = choose_knee(
-            sizes, [_time(p) for p in here], _noise(here), rule=request.knee_rule, current=current
-        )
-        knees.append((here[settled.index], settled, here))
-    predicted = _fewest(knees)[0]
-    rivals = _known_rivals(request, predicted, allowed, _time)
-    known = [knee for knee in knees if knee[0] in rivals]
-    chosen, settled, here = _fewest(known or knees)
+    knees = _knees(request, allowed)
+    chosen, settled, here = _fewest(knees)
+    rivals = _known_rivals(request, chosen, allowed, _time)
+    if rivals:
+        known = _fewest(_knees(request, rivals))[0]
+        return known, [_why_known(request, chosen, known)]
     reasons = _knee_reasons(request, chosen, settled, here)
-    if known:
-        reasons.append(_why_known(request, predicted))
-    elif len(knees) > 1:
+    if len(knees) > 1:
         verb = "is" if chosen.world_size == 1 else "are"
         reasons.append(
             f"{_ranks(chosen)} {verb} the fewest within {DIMINISHING_TOLERANCE:.0%} of the fastest "
@@ -254,9 +247,21 @@ def _choose_knee(request: Request, allowed: Sequence[CurvePoint]) -> tuple[Curve
     return chosen, reasons
 
 
-def _fewest(
-    knees: Sequence[tuple[CurvePoint, Settled, list[CurvePoint]]],
-) -> tuple[CurvePoint, Settled, list[CurvePoint]]:
+def _knees(request: Request, points: Sequence[CurvePoint]) -> list[Knee]:
+    """The knee of each cluster's points."""
+    knees: list[Knee] = []
+    for cluster in dict.fromkeys((p.nodes, p.devices_per_node) for p in points):
+        here = [p for p in points if (p.nodes, p.devices_per_node) == cluster]
+        sizes = [p.global_batch_size for p in here]
+        current = sizes.index(request.current) if request.current in sizes else None
+        settled = choose_knee(
+            sizes, [_time(p) for p in here], _noise(here), rule=request.knee_rule, current=current
+        )
+        knees.append((here[settled.index], settled, here))
+    return knees
+
+
+def _fewest(knees: Sequence[Knee]) -> Knee:
     """The entry of the fewest devices that comes near the fastest one."""
     fastest = min(_time(point) for point, _, _ in knees)
     return next(k for k in knees if _time(k[0]) <= (1.0 + DIMINISHING_TOLERANCE) * fastest)
@@ -272,7 +277,7 @@ def _known_rivals(
 
     A point that was measured, or half or twice its local batch on as many ranks, beats one on
     another cluster that was not, where their intervals overlap and nothing that is known on that
-    cluster is better. The current choice stays.
+    cluster is clearly better. The current choice stays.
     """
     if chosen.global_batch_size == request.current or is_known(request, chosen):
         return []
@@ -284,18 +289,20 @@ def _known_rivals(
         point
         for point in known
         if (point.nodes, point.devices_per_node) != cluster
-        and value(point) <= min(own, default=math.inf)
+        and value(point) <= (1.0 + DIMINISHING_TOLERANCE) * min(own, default=math.inf)
         and value(point) * float(point.time_s_lower or 0.0) / _time(point) <= top
     ]
 
 
-def _why_known(request: Request, predicted: CurvePoint) -> str:
+def _why_known(request: Request, predicted: CurvePoint, known: CurvePoint) -> str:
     """Why a measured cluster was preferred, in words."""
-    amount = float(getattr(predicted, request.decides))
-    unit = "" if request.decides == "time_s" else "$"
+    unit = ("", " s") if request.decides == "time_s" else ("$", "")
+    first, second = (
+        f"{unit[0]}{float(getattr(p, request.decides)):,.4g}{unit[1]}" for p in (predicted, known)
+    )
     return (
-        f"{_name(predicted)} is predicted to take {unit}{amount:,.4g}{'' if unit else ' s'}, but "
-        "nothing near it was measured and the intervals overlap: what was measured wins"
+        f"{_name(predicted)} is predicted to take {first}, but nothing near it was measured; "
+        f"{_name(known)} takes {second}, the intervals overlap, and what was measured wins"
     )
 
 
