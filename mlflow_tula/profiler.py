@@ -83,7 +83,7 @@ def profile(
         search: `full` measures every candidate, `partial` few of them, chosen by their worth to
             the decision; `auto` is partial for `auto` batch sizes and full for a list.
         time_budget_s: no probe is begun that would end later; None: for a partial search over
-            `auto` batch sizes 120 s, or 75 s where the smallest takes less than 0.2 s a step;
+            `auto` batch sizes 150 s, or 75 s where the smallest takes less than 0.2 s a step;
             else none.
         warmup_steps: untimed steps of each probe, at least 2.
         max_steps: timed steps of each probe at most.

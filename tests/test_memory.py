@@ -375,3 +375,19 @@ def test_the_document_holds_plain_types_only():
     assert json.loads(json.dumps(document)) == document
     frame = pd.DataFrame(document["probes"])
     assert frame.local_batch_size.tolist() == list(VGG11_ALLOCATED)
+
+
+def test_a_size_of_several_ranks_between_single_ones_tells_the_copy():
+    # VGG11 on two CPU cores: peaks in bytes of 8, 32 and 128 on one rank and 64 on two.
+    two = Measurement(
+        local_batch_size=64, devices_per_node=2, step_time_s=2.84, peak_memory_bytes=3018178560
+    )
+    peaks = {8: 2773520384, 32: 2804543488, 128: 2935586816}
+    fitted = MemoryPredictor.fit(
+        table(peaks, device_type="cpu", parameters=128_807_306, extra=(two,))
+    )
+    sizes = np.array([8.0, 64.0, 128.0])
+    alone, _, _ = memory_formulas.peak_memory(fitted.to_dict(), sizes, np.ones(3), 0.9)
+    assert peaks[8] <= alone[1] <= peaks[128]
+    both, _, _ = memory_formulas.peak_memory(fitted.to_dict(), sizes, np.full(3, 2.0), 0.9)
+    assert both[1] == pytest.approx(3018178560, rel=0.01)

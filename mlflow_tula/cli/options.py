@@ -151,7 +151,7 @@ sweep_options = _all(
         "--time-budget",
         types.duration("150s", open_word="auto"),
         "auto",
-        "Time for the whole sweep (s, m or h); auto: 120 s, 75 s where steps are quick.",
+        "Time for the whole sweep (s, m or h); auto: 150 s, 75 s where steps are quick.",
     ),
     option("--warmup-steps", types.count("2", minimum=0), "2", "Untimed steps before each probe."),
     option("--max-steps", types.count("40"), "40", "Most timed steps a probe."),

@@ -214,14 +214,15 @@ def _points(table: ProfileTable) -> tuple[Array, Array, Array]:
     """Measured (sizes, peaks) of one rank alone, the largest of repeats, and measured copies."""
     alone = {size: max(seen) for size, seen in _readings(table.ok, False).items()}
     many = {size: max(seen) for size, seen in _readings(table.ok, True).items()}
-    copies = np.array([float(many[size] - alone[size]) for size in alone if size in many])
-    copy = max(float(np.median(copies)), 0.0) if len(copies) else None
-    if copy is None:
-        copy = _counted_copy(table) or 0.0
-    points = {size: float(peak) for size, peak in alone.items()}
-    for size, peak in many.items():
+    points = {size: float(peak) for size, peak in sorted(alone.items())}
+    shared = [size for size in many if points and min(points) <= size <= max(points)]
+    copies = np.array([many[size] for size in shared], float)
+    if shared:
+        copies -= np.interp(shared, list(points), list(points.values()))
+    copy = max(float(np.median(copies)), 0.0) if shared else _counted_copy(table) or 0.0
+    for size in set(many) - set(shared):
         # never less than half of what was seen: the copy may be a guess
-        points.setdefault(size, max(peak - copy, 0.5 * peak))
+        points[size] = max(many[size] - copy, 0.5 * many[size])
     sizes = sorted(points)
     return np.array(sizes, float), np.array([points[size] for size in sizes]), copies
 

@@ -21,7 +21,7 @@ from mlflow_tula.table import Measurement, ProfileTable
 
 logger = logging.getLogger(__name__)
 
-AUTO_BUDGET_S = 120.0
+AUTO_BUDGET_S = 150.0
 AUTO_QUICK_BUDGET_S = 75.0
 """The bound of a sweep where none is named: slow steps, and steps below QUICK_STEP_S."""
 QUICK_STEP_S = 0.2
