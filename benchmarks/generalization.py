@@ -34,7 +34,7 @@ PLANS = {
         tune_learning_rate=True,
     ),
     "fashion_mnist": Plan(
-        task=Task(dataset="fashion_mnist", network="conv_pool", epochs=6.0, decay="linear"),
+        task=Task(dataset="fashion_mnist", network="conv_pool", epochs=4.0, decay="linear"),
         batch_sizes=(512,),
         tune_learning_rate=True,
         tuning_seeds=1,

@@ -105,19 +105,19 @@ _GRIDS: dict[str, Callable[[Task], Sequence[Settings]]] = {
         warmup_epochs=_epochs(task, 0.1, 0.2),
     ),
     "lamb": lambda task: _product(
-        learning_rate=(0.0025, 0.005, 0.01, 0.02, 0.04), warmup_epochs=_epochs(task, 0.1)
+        learning_rate=(0.005, 0.01, 0.02, 0.04, 0.08), warmup_epochs=_epochs(task, 0.1)
     ),
     "static_scaling": lambda task: _product(scaling_factor=SWEEP_FACTORS),
     "ags": lambda task: _product(scaling_factor=SWEEP_FACTORS, threshold=SWEEP_THRESHOLDS),
     "post_local_sgd": lambda task: _product(
         rule=("constant",),
-        factor=(4.0, 8.0),
+        factor=(1.0, 2.0, 4.0, 8.0),
         start_epoch=_epochs(task, 0.3, 0.6),
         warmup_epochs=_epochs(task, 0.1),
     ),
-    "sam": lambda task: _product(rho=(0.02, 0.05, 0.1), factor=(4.0, 8.0)),
+    "sam": lambda task: _product(rho=(0.02, 0.05, 0.1), factor=(2.0, 4.0, 8.0)),
     "extrapolation": lambda task: _product(
-        rule=("constant",), factor=(4.0, 8.0, 16.0), warmup_epochs=_epochs(task, 0.1, 0.2)
+        rule=("constant",), factor=(2.0, 4.0, 8.0, 16.0), warmup_epochs=_epochs(task, 0.1, 0.2)
     ),
     "batch_warmup": lambda task: _product(
         epochs=_whole_epochs(task, 0.05, 0.1, 0.2), rule=("sqrt", "linear")
