@@ -95,7 +95,7 @@ def test_a_pricing_and_its_two_prices_are_the_same(bundle) -> None:
 
 
 def test_extrapolation_is_warned_of_and_marked(bundle) -> None:
-    with pytest.warns(ExtrapolationWarning, match="1 of 2 rows lie beyond"):
+    with pytest.warns(ExtrapolationWarning, match="beyond what was measured: 1 of 2"):
         out = bundle.predict(frame(local_batch_size=[8, 100_000]))
     assert out["extrapolated"].tolist() == [False, True]
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlflow_tula.errors import SchemaError, TableError
+from mlflow_tula.errors import SchemaError, TableError, TulaWarning
+from mlflow_tula.fit import fit
 from mlflow_tula.predictors import compute_curve, step_time, step_time_formulas
 from mlflow_tula.specs import HardwareSpec, Workload
 from mlflow_tula.table import LinkMeasurement, Measurement, ProfileTable
@@ -622,3 +624,18 @@ def test_isotonic_values_never_fall_and_keep_their_mean(values: list[float]) -> 
     found = compute_curve.isotonic(np.array(values), np.ones(len(values)))
     assert np.all(np.diff(found) >= 0)
     assert found.mean() == pytest.approx(np.mean(values), abs=1e-9)
+
+
+def test_one_absurd_row_is_set_aside_and_the_others_stand() -> None:
+    sizes = [8, 16, 32, 64, 128]
+    rows = {size: 0.02 + 0.001 * size for size in sizes} | {10**9: 0.5}
+    frame = pd.DataFrame({"local_batch_size": list(rows), "step_time_s": list(rows.values())})
+    table = ProfileTable.from_frame(
+        frame,
+        workload=Workload(model="m", dataset="d", dataset_size=10**6),
+        hardware=HardwareSpec(device_type="cuda", device_name="x", device_memory_bytes=2**35),
+    )
+    with pytest.warns(TulaWarning, match="1e\\+09 took 0.5 s"):
+        bundle = fit(table)
+    out = bundle.predict(pd.DataFrame({"local_batch_size": sizes}))
+    assert out.step_time_s.to_numpy() == pytest.approx([rows[size] for size in sizes], rel=0.02)

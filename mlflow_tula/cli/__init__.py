@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tula")
 def tula() -> None:
-    r"""Measure a few batch sizes of a training job, and know the rest.
+    """Measure a few batch sizes of a training job, and know the rest.
 
     \b
     tula main --model vgg11          profile, fit, register, recommend

@@ -65,7 +65,7 @@ RECORDS = "trainings.jsonl"
 @options.store_options
 @options.json_option
 def command(as_json: bool, **values: Any) -> None:
-    r"""Compare methods for large batches by test accuracy, over seeds, on real data.
+    """Compare methods for large batches by test accuracy, over seeds, on real data.
 
     \b
     tula compare --dataset digits --methods plain,scaling_clip,ags,auto

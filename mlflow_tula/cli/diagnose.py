@@ -39,7 +39,7 @@ from mlflow_tula.cli.types import OpenText, count, real
 @options.store_options
 @options.json_option
 def command(as_json: bool, **values: Any) -> None:
-    r"""Watch the gradients of a training: norm, variability, noise scale, updates, curvature.
+    """Watch the gradients of a training: norm, variability, noise scale, updates, curvature.
 
     \b
     tula diagnose --dataset digits --batch-sizes 32,512

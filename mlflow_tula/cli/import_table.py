@@ -35,14 +35,14 @@ from mlflow_tula.cli.types import OpenText, count, num_bytes
 @options.store_options
 @options.json_option
 def command(table_csv: str, as_json: bool, **values: Any) -> None:
-    r"""Register predictors fitted to a CSV of measurements, from any machine.
+    """Register predictors fitted to a CSV of measurements, from any machine.
 
     Columns: local_batch_size and step_time_s (seconds per optimizer update); optional nodes,
     devices_per_node, accumulation_steps, sync_time_s, data_time_s, peak_memory_bytes,
     step_time_std_s, num_steps, status (ok, oom or failed).
 
     \b
-    tula import table.csv --model resnet50 --dataset imagenet --dataset-size 1281167 \
+    tula import table.csv --model resnet50 --dataset imagenet --dataset-size 1281167 \\
         --hardware "Tesla T4" --device-memory 16GiB --max-devices-per-node 4
     """
     from mlflow_tula.cli.flow import read_convergence

@@ -31,7 +31,7 @@ from mlflow_tula.cli.render import (
 @options.store_options
 @options.json_option
 def command(as_json: bool, **values: Any) -> None:
-    r"""Profile a job, fit its predictors, register them and recommend a batch size.
+    """Profile a job, fit its predictors, register them and recommend a batch size.
 
     \b
     tula main --model vgg11

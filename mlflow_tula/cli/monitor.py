@@ -19,7 +19,7 @@ from mlflow_tula.cli.types import real, switch
 @options.tracking_uri_option
 @options.json_option
 def command(run_id: str, as_json: bool, **values: Any) -> None:
-    r"""Compare a running or finished training with its prediction, and tag it.
+    """Compare a running or finished training with its prediction, and tag it.
 
     \b
     tula monitor 5d1c0c3e6f0b4d8f9a7e2b1c0d9e8f7a

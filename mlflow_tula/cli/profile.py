@@ -27,7 +27,7 @@ resume_option = switch(
 @options.store_options
 @options.json_option
 def command(as_json: bool, **values: Any) -> None:
-    r"""Measure step time and memory of a few batch sizes, and log them to MLflow.
+    """Measure step time and memory of a few batch sizes, and log them to MLflow.
 
     \b
     tula profile --model resnet18

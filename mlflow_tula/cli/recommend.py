@@ -39,7 +39,7 @@ from mlflow_tula.cli.types import OpenText, count
 @options.store_options
 @options.json_option
 def command(as_json: bool, **values: Any) -> None:
-    r"""Say which batch size to take, how long it runs and what it costs.
+    """Say which batch size to take, how long it runs and what it costs.
 
     \b
     tula recommend --model vgg11

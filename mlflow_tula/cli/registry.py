@@ -22,7 +22,7 @@ name_argument = click.argument("name", metavar="NAME")
 
 @click.group("registry")
 def command() -> None:
-    r"""List, show, compare, promote, roll back and prune registered predictors.
+    """List, show, compare, promote, roll back and prune registered predictors.
 
     NAME is a registered name in full, or model/dataset for this machine's hardware.
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 @options.store_options
 @options.json_option
 def command(as_json: bool, **values: Any) -> None:
-    r"""Train with the recommended batch size, log to MLflow, checkpoint and resume.
+    """Train with the recommended batch size, log to MLflow, checkpoint and resume.
 
     \b
     tula train --model resnet18 --train-epochs 10

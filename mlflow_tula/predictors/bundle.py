@@ -154,7 +154,7 @@ class PredictorBundle:
             raise InvalidInputError(str(error)) from error
         beyond, doubtful = int(out["extrapolated"].sum()), int(out["may_not_reach_target"].sum())
         if beyond:
-            text = f"{beyond} of {len(out)} rows lie beyond what was measured"
+            text = f"beyond what was measured: {beyond} of {len(out)} questions"
             warnings.warn(text, ExtrapolationWarning, stacklevel=2)
         if doubtful:
             text = f"{doubtful} of {len(out)} rows have a batch size that may not reach the target"

@@ -34,6 +34,8 @@ ROBUST_ROWS, ROBUST_SEARCH = 6, 12
 BEND_SD = 0.06
 """Real curves stand so far from every form at times; only what is further off is an outlier."""
 LEAST_WEIGHT = 0.01
+IGNORED = 1e-15
+"""Trust in a row that is left out for a trial; still no zero to divide by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +68,7 @@ def fit_curve(points: Points) -> dict[str, Any]:
         for _ in range(8):
             rest = weights @ residuals
             scale = max(BEND_SD, 1.4826 * float(np.median(np.abs(rest))))
-            trust = 1.0 / (1.0 + (rest / (2.5 * scale)) ** 2)
+            trust = 1.0 / (1.0 + (_wildness(rest) / (2.5 * scale)) ** 2)
             forms, residuals, weights = _pool(points, trust**2)
     kept = weights >= LEAST_WEIGHT * weights.max()
     weights = weights[kept] / weights[kept].sum()
@@ -95,13 +97,23 @@ def _first_trust(points: Points) -> Array:
     best, least = np.ones_like(points.times), np.inf
     guesses = [best]
     if len(points.sizes) <= ROBUST_SEARCH:
-        guesses += list(1.0 - 0.999 * np.eye(len(points.sizes)))
+        guesses += list(np.where(np.eye(len(points.sizes)) > 0, IGNORED, 1.0))
     for guess in guesses:
         _, residuals, weights = _pool(points, guess)
         loss = float(np.sum(np.log1p((weights @ residuals / (2.5 * MODEL_SD)) ** 2)))
         if loss < least - 1e-9:
             best, least = guess, loss
     return best
+
+
+def _wildness(rest: Array) -> Array:
+    """Log residuals; past a factor e as large as the relative ones that least squares sees.
+
+    A row that the line overshoots a millionfold would otherwise outweigh all others even where it
+    is trusted least.
+    """
+    size = np.abs(rest)
+    return np.where(size <= 1.0, size, np.exp(np.minimum(size, 50.0) - 1.0))
 
 
 def _plain(values: Array) -> list[float]:

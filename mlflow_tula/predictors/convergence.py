@@ -256,8 +256,8 @@ def _notes(
         notes.append(
             (
                 TooFewProbesWarning,
-                f"convergence is fitted from {len(sizes)} batch sizes from {min(sizes)} to "
-                f"{max(sizes)}: measure 3 or more, at least 4x apart",
+                f"convergence rests on few batch sizes, or near ones "
+                f"({', '.join(map(str, sizes))}): measure 3 or more, at least 4x apart",
             )
         )
     failing = sorted({row.global_batch_size for row in rows if row.runs_reached < row.runs_total})

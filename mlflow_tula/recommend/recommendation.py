@@ -223,7 +223,7 @@ class Recommendation:
             for row in zip(*columns, strict=True)
         ]
         hidden = len(self.curve) - len(shown)
-        return lines + ([f"({hidden} more candidates in the curve)"] if hidden else [])
+        return lines + ([f"(more candidates in the curve: {hidden})"] if hidden else [])
 
     def _points_around(self) -> list[CurvePoint]:
         points = sorted(
