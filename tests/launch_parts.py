@@ -6,10 +6,35 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from mlflow_tula.errors import InvalidInputError
-from mlflow_tula.launch.ranks import rank, report, run_rank
+from mlflow_tula.launch.ranks import PARENT_VARIABLE, rank, report, run_rank
+
+
+def ranks_left(caller: int | None = None) -> list[int]:
+    """Processes of any group that `caller` (this process) launched and that still run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(PARENT_VARIABLE) == str(caller or os.getpid()):
+                found.append(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def until(condition: Callable[[], object], seconds: float) -> bool:
+    """Whether it came true within so long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def main() -> None:

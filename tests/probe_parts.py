@@ -14,6 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from mlflow_tula.probing.clock import DeviceClock, HostClock
+from mlflow_tula.probing.own import load_datasets
+from mlflow_tula.probing.steps import TrainingSteps
+from mlflow_tula.workloads.job import Job
+
 COUNT_FOLDER = "TULA_TEST_COUNTS"
 
 
@@ -186,3 +191,32 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 def exploding(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e30)
+
+
+def own_job(model: str, dataset: str = "blobs", **more: str) -> Job:
+    """A job of what is in this module."""
+    names = {"model": model, "dataset": dataset, **more}
+    return Job(**{name: f"{__name__}:{value}" for name, value in names.items()})
+
+
+def training_steps(
+    job: Job,
+    size: int = 16,
+    *,
+    accumulation_steps: int = 1,
+    clock: DeviceClock | None = None,
+) -> TrainingSteps:
+    """What a rank trains in a probe, in this process alone."""
+    data = load_datasets(job, whole=True)
+    return TrainingSteps(
+        job,
+        data.train,
+        data.num_classes,
+        None,
+        local_batch_size=size,
+        accumulation_steps=accumulation_steps,
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+        clock=clock or HostClock(),
+    )

@@ -13,18 +13,17 @@ import torch
 from fake_device import GB, FakeDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probe_parts import own_job, training_steps
 
 import mlflow_tula as tula
 from mlflow_tula.batches import check_global_batch_size
 from mlflow_tula.cli.train import make_plan
 from mlflow_tula.errors import InvalidInputError, NotRegisteredError
 from mlflow_tula.hardware import detect
-from mlflow_tula.probing.clock import HostClock
 from mlflow_tula.probing.memory import CpuMeter
 from mlflow_tula.probing.own import load_datasets
 from mlflow_tula.probing.probe import run_probe
 from mlflow_tula.probing.settings import ProbeSettings
-from mlflow_tula.probing.steps import TrainingSteps
 from mlflow_tula.profiler import profile
 from mlflow_tula.specs import Strategy
 from mlflow_tula.train import BatchPlan, Limits, Schedule, TrainResult, saved_plan, train
@@ -78,25 +77,10 @@ def train_here(
 
 def test_pytorch_7716_fastai_1352_a_probe_meets_no_batch_of_one() -> None:
     """33 samples in batches of 16 leave one, on which batch norm fails in training."""
-    job = Job(model="probe_parts:norm_net", dataset="probe_parts:thirty_three")
-    data = load_datasets(job, whole=True)
-
-    def make_steps() -> TrainingSteps:
-        return TrainingSteps(
-            job,
-            data.train,
-            data.num_classes,
-            None,
-            local_batch_size=16,
-            accumulation_steps=1,
-            rank=0,
-            world_size=1,
-            device=torch.device("cpu"),
-            clock=HostClock(),
-        )
-
+    job = own_job("norm_net", "thirty_three")
+    settings = ProbeSettings(max_steps=6)
     facts = run_probe(
-        make_steps, CpuMeter(), ProbeSettings(max_steps=6), local_batch_size=16, world_size=1
+        lambda: training_steps(job), CpuMeter(), settings, local_batch_size=16, world_size=1
     )
     assert facts["optimizer_steps"] >= 6, "three epochs, and their ends"
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ import pandas as pd
 import pytest
 import torch
 from fake_device import GB, FakeDevice
+from probe_parts import own_job, training_steps
 
 import mlflow_tula as tula
 from mlflow_tula.cli import run
 from mlflow_tula.errors import InvalidInputError, ProfilingError, TooFewProbesWarning
-from mlflow_tula.probing.clock import HostClock
 from mlflow_tula.probing.memory import CpuMeter, CudaMeter, MemoryReading, limit_memory
-from mlflow_tula.probing.own import load_datasets
 from mlflow_tula.probing.probe import run_probe
 from mlflow_tula.probing.settings import ProbeSettings
 from mlflow_tula.probing.steps import TrainingSteps
@@ -52,26 +51,9 @@ def ask(bundle: tula.PredictorBundle, sizes: list[int], **options: Any) -> pd.Da
     return bundle.predict(frame, **options)
 
 
-def make_steps(model: str, *, dataset: str = "blobs", size: int = 16) -> TrainingSteps:
-    job = Job(model=f"probe_parts:{model}", dataset=f"probe_parts:{dataset}")
-    data = load_datasets(job, whole=True)
-    return TrainingSteps(
-        job,
-        data.train,
-        data.num_classes,
-        None,
-        local_batch_size=size,
-        accumulation_steps=1,
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
-        clock=HostClock(),
-    )
-
-
 def probe(model: str, meter: CpuMeter | None = None, *, size: int = 16) -> dict[str, Any]:
     return run_probe(
-        lambda: make_steps(model, size=size),
+        lambda: training_steps(own_job(model), size),
         meter or CpuMeter(),
         ProbeSettings(max_steps=3),
         local_batch_size=size,
@@ -195,6 +177,39 @@ def test_yolov5_9287_flat_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(point.global_batch_size for point in choice.curve) <= 64
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_recommended_as_measured_fits_the_device(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any device: workspace jumps, fragmentation, other processes, DDP's copy."""
+    rng = random.Random(seed)
+    room = rng.choice([4, 8, 16, 40]) * GB
+    jumps = rng.sample([2**power for power in range(10)], rng.randint(0, 3))
+    device = FakeDevice(
+        room,
+        static_bytes=int(room * rng.uniform(0.02, 0.7)),
+        sample_bytes=int(room * 10 ** rng.uniform(-4, -0.7)),
+        workspace={size: int(room * rng.uniform(0.05, 1.0)) for size in jumps},
+        fragmentation=rng.choice([0, 0.1, 0.3]),
+        others_bytes=int(room * rng.choice([0, 0.05, 0.3])),
+        copy_bytes=int(room * rng.choice([0, 0.05, 0.2])),
+        counts=rng.random() < 0.5,
+        dataset_size=rng.choice([100, 1000, 50_000]),
+        devices=rng.choice([1, 2, 4]),
+    )
+    try:
+        table = sweep(monkeypatch, device, world_sizes="auto")
+    except ProfilingError:
+        assert device.reserved(1) > room - device.others_bytes
+        return
+    clusters = [tula.ClusterSpec(devices_per_node=n) for n in sorted({1, device.devices})]
+    choice = tula.recommend(tula.fit(table), cluster=clusters)
+    needed = device.reserved(choice.local_batch_size, choice.devices_per_node)
+    assert needed <= room - device.others_bytes or not choice.choice.measured
+    assert choice.choice.measured or any("predicted" in reason for reason in choice.reasons)
+
+
 # --- what counts as memory
 
 
@@ -223,7 +238,7 @@ def test_lightning_8028_20231_9625_probes_leave_nothing_behind() -> None:
     before, meter = held_tensors(), WatchingMeter()
 
     def watched() -> TrainingSteps:
-        steps = make_steps("small_net")
+        steps = training_steps(own_job("small_net"))
         parts = (steps, steps.module, steps.optimizer, *steps.parameters)
         meter.watched = [weakref.ref(part) for part in parts]
         return steps
@@ -234,7 +249,7 @@ def test_lightning_8028_20231_9625_probes_leave_nothing_behind() -> None:
         assert meter.watched
         assert meter.left == 0, "read while the model was alive"
     assert held_tensors() <= before
-    steps = make_steps("small_net")
+    steps = training_steps(own_job("small_net"))
     assert all(steps.step().step_s > 0 for _ in range(50))
 
 
@@ -315,22 +330,6 @@ def test_pytorch_35901_cuda_has_three_numbers(monkeypatch: pytest.MonkeyPatch) -
 # --- a CPU
 
 
-@pytest.fixture
-def holding_child() -> Iterator[int]:
-    """A child process, as a loader worker is one, that holds 100 MB; yields the bytes."""
-    code = "held = bytes(range(256)) * 400_000; print('ready', flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        yield 256 * 400_000
-        child.communicate("\n")
-
-
 def test_ludwig_pr2455_lightning_20614_a_cpu_has_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -358,11 +357,22 @@ def test_ludwig_pr2455_lightning_20614_a_cpu_has_an_end(
     assert max(size for size, _ in endless.asked) == 64
 
 
-def test_lightning_20614_loader_workers_count(holding_child: int) -> None:
+def test_lightning_20614_loader_workers_count() -> None:
     """The loaders' workers hold memory too, and no allocator of this process knows of it."""
-    meter = CpuMeter()
-    meter.start()
-    meter.stop()
-    with_child = meter.reading().peak_bytes
-    assert with_child - meter._loaders > 0
-    assert meter._loaders >= holding_child
+    meter, held = CpuMeter(), 256 * 400_000
+
+    def peak() -> int:
+        meter.start()
+        meter.stop()
+        return meter.reading().peak_bytes
+
+    alone = peak()
+    code = "held = bytes(range(256)) * 400_000; print('ready', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        together = peak()
+        child.communicate("\n")
+    assert held < together - alone < held + 50e6

@@ -11,19 +11,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import mlflow
 import numpy as np
 import pandas as pd
-import psutil
 import pytest
+from launch_parts import ranks_left, until
 from mlflow import MlflowClient
 
 from mlflow_tula.cli import run
 from mlflow_tula.errors import StoreError
-from mlflow_tula.launch.ranks import PARENT_VARIABLE
 from mlflow_tula.registry import register
 from mlflow_tula.runs import MAX_PARAM, start_run
 from mlflow_tula.stores import check_store, ensure_experiment
@@ -42,15 +40,6 @@ def activated(store: Path) -> dict[str, str]:
         "MLFLOW_TRACKING_URI": f"sqlite:///{store}",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
-
-
-def until(condition: Callable[[], object], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 # --- projects
@@ -233,18 +222,6 @@ def test_skyrl_1516_a_signal_ends_the_run(
     assert run_statuses() == ["KILLED"]
 
 
-def ranks_of(pid: int) -> list[int]:
-    """Processes that a caller launched and that still run."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(PARENT_VARIABLE) == str(pid):
-                found.append(process.pid)
-        except (psutil.Error, OSError):
-            continue
-    return found
-
-
 @pytest.mark.slow
 def test_skyrl_1516_a_signal_leaves_no_orphan(store: Path, tmp_path: Path) -> None:
     """SIGTERM in the middle of a sweep: the run is KILLED, and no rank of it lives on."""
@@ -256,11 +233,11 @@ def test_skyrl_1516_a_signal_leaves_no_orphan(store: Path, tmp_path: Path) -> No
     ) as caller:
         partial = tmp_path / "tula_output"
         assert until(lambda: list(partial.rglob("table.partial.json")), 120)
-        assert ranks_of(caller.pid)
+        assert ranks_left(caller.pid)
         caller.send_signal(signal.SIGTERM)
         caller.communicate(timeout=60)
     assert caller.returncode not in (0, None)
-    assert until(lambda: not ranks_of(caller.pid), 20)
+    assert until(lambda: not ranks_left(caller.pid), 20)
     assert set(run_statuses()) <= {"KILLED", "FINISHED"}
     assert "KILLED" in run_statuses()
     assert list(partial.rglob("table.partial.json")), "what was measured is kept"

@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from launch_parts import until
 
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.launch import RankFailedError, RankGroup, launch, rank_environment
@@ -27,15 +27,6 @@ def _left(identity: str) -> list[int]:
         except (psutil.Error, OSError):
             continue
     return found
-
-
-def _until(condition: Callable[[], object], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 def test_the_environment_of_ranks_is_clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -97,7 +88,7 @@ def test_a_failing_rank_is_named_and_the_others_are_stopped(
 def test_a_group_that_hangs_is_ended_in_time_with_its_grandchildren() -> None:
     group = RankGroup("launch_parts", ["child"], num_ranks=2)
     with group:
-        assert _until(lambda: len(_left(group.identity)) >= 5, 60)
+        assert until(lambda: len(_left(group.identity)) >= 5, 60)
         with pytest.raises(RankFailedError, match="no answer within 1 s"):
             group.wait(timeout_s=1)
         assert not _left(group.identity)
@@ -125,7 +116,7 @@ def test_nothing_outlives_a_caller_that_was_killed(tmp_path: Path) -> None:
     ) as caller:
         assert caller.stdout is not None
         identity = caller.stdout.readline().strip()
-        assert _until(lambda: len(_left(identity)) >= 3, 60)
+        assert until(lambda: len(_left(identity)) >= 3, 60)
         time.sleep(2)  # the ranks arm their watch when their module is imported
         caller.kill()
-    assert _until(lambda: not _left(identity), 30)
+    assert until(lambda: not _left(identity), 30)

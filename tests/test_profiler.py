@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import probe_parts
-import psutil
 import pytest
 import torch
+from launch_parts import ranks_left
 
 from mlflow_tula.errors import InvalidInputError, ProfilingError, UnknownNameError
-from mlflow_tula.launch.ranks import PARENT_VARIABLE
 from mlflow_tula.profiler import (
     ProbeSettings,
     ProfileEvent,
@@ -31,18 +29,6 @@ from mlflow_tula.workloads.job import Job
 
 HERE = Path(__file__).parent
 QUICK = ProbeSettings(max_steps=6, time_limit_s=2.0)
-
-
-def _ranks_left(caller: int | None = None) -> list[int]:
-    """Processes of any group that `caller` (this process) launched and that still run."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(PARENT_VARIABLE) == str(caller or os.getpid()):
-                found.append(process.pid)
-        except (psutil.Error, OSError):
-            continue
-    return found
 
 
 @dataclass
@@ -174,7 +160,7 @@ def test_the_table_so_far_is_on_disk_and_round_trips(profiled: Profiled) -> None
 
 
 def test_nothing_is_left_running(profiled: Profiled) -> None:
-    assert _ranks_left() == []
+    assert ranks_left() == []
 
 
 def test_rows_measured_before_are_answers(profiled: Profiled) -> None:
@@ -224,7 +210,7 @@ def test_wrong_requests_start_nothing() -> None:
         profile(net, data, memory_limit_bytes=-1)
     with pytest.raises(InvalidInputError, match="cannot write output"):
         profile(net, data, output="/proc/nowhere/table.json")
-    assert _ranks_left() == []
+    assert ranks_left() == []
 
 
 def test_the_profiler_imports_neither_torch_nor_mlflow_nor_click() -> None:
@@ -267,7 +253,7 @@ def test_composer_pr2117_3510_a_failing_rank_is_a_row_and_the_sweep_goes_on(
     assert rows[16, 2].status == status
     assert rows[16, 2].reason.startswith(words)
     assert time.monotonic() - began < 240, "the other rank must not wait for ever"
-    assert _ranks_left() == []
+    assert ranks_left() == []
 
 
 @pytest.mark.slow
@@ -298,7 +284,7 @@ def test_not_even_one_sample_fits_is_an_error_that_lists_each_size() -> None:
     for size in (4, 2, 1):
         assert f"{size} x 1 rank (oom: rank 0: OutOfMemoryError" in str(caught.value)
     assert "CUDA out of memory" in str(caught.value.__cause__)
-    assert _ranks_left() == []
+    assert ranks_left() == []
 
 
 @pytest.mark.slow
@@ -362,7 +348,7 @@ def test_a_rank_that_hangs_is_a_row() -> None:
     rows = _rows(table)
     assert (rows[8, 2].status, rows[16, 2].status) == ("ok", "failed")
     assert rows[16, 2].reason.startswith("no answer within ")
-    assert _ranks_left() == []
+    assert ranks_left() == []
 
 
 # --- one's own loop
@@ -411,7 +397,7 @@ def test_a_job_that_cannot_be_built_is_a_wrong_request() -> None:
         profile(job=Job(model="vgg111"), world_sizes=[1])
     with pytest.raises(InvalidInputError, match="local_batch_size must be at most 100"):
         profile(probe_parts.small_net, probe_parts.hundred, batch_sizes=[101], world_sizes=[1])
-    assert _ranks_left() == []
+    assert ranks_left() == []
 
 
 @pytest.mark.slow
@@ -444,7 +430,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_nothing_running(tmp_path: Pat
     assert table is not None
     assert [row.local_batch_size for row in table.measurements] == [8]
     assert ProfileTable.from_dict(json.loads(output.read_text())) == table
-    assert _ranks_left() == []
+    assert ranks_left() == []
     resumed = profile(
         probe_parts.small_net,
         probe_parts.blobs,
@@ -483,7 +469,7 @@ def test_a_real_interrupt_ends_every_process_and_keeps_the_file(tmp_path: Path) 
         _, errors = run.communicate(timeout=60)
     assert run.returncode != 0
     assert "ProfileInterrupted: profiling was interrupted" in errors
-    assert _ranks_left(run.pid) == []
+    assert ranks_left(run.pid) == []
     table = ProfileTable.from_dict(json.loads(output.read_text()))
     assert [row.status for row in table.measurements] == ["ok"]
 
@@ -501,4 +487,4 @@ def test_lower_precisions_and_loader_workers_are_measured(precision: str) -> Non
     (row,) = table.measurements
     assert (row.status, row.reason if "input" not in row.reason else "") == ("ok", "")
     assert table.workload.dataset_size == 320, "a job's own single dataset is split 80/20"
-    assert _ranks_left() == []
+    assert ranks_left() == []

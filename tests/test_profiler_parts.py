@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from probe_parts import training_steps
 
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.probes import Probe
@@ -26,7 +27,6 @@ from mlflow_tula.probing.own import load_datasets, reference, save_tensors
 from mlflow_tula.probing.plan import candidates, check_batch_sizes, check_world_sizes, smaller
 from mlflow_tula.probing.probe import run_probe
 from mlflow_tula.probing.settings import ProbeSettings
-from mlflow_tula.probing.steps import TrainingSteps
 from mlflow_tula.probing.stopping import StepSeries, median_interval
 from mlflow_tula.specs import HardwareSpec, Workload
 from mlflow_tula.table import ProfileTable
@@ -339,22 +339,6 @@ def test_tensors_travel_as_a_file(tmp_path) -> None:  # type: ignore[no-untyped-
     assert split.train_size == 320
 
 
-def _make_steps(job: Job, size: int = 16) -> TrainingSteps:
-    data = load_datasets(job, whole=True)
-    return TrainingSteps(
-        job,
-        data.train,
-        data.num_classes,
-        None,
-        local_batch_size=size,
-        accumulation_steps=1,
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
-        clock=HostClock(),
-    )
-
-
 def test_a_model_that_diverges_still_has_a_step_time() -> None:
     job = Job(
         model="probe_parts:small_net",
@@ -363,7 +347,7 @@ def test_a_model_that_diverges_still_has_a_step_time() -> None:
         optimizer="probe_parts:exploding",
     )
     answer = run_probe(
-        lambda: _make_steps(job),
+        lambda: training_steps(job),
         CpuMeter(),
         ProbeSettings(max_steps=3),
         local_batch_size=16,
@@ -376,7 +360,7 @@ def test_a_model_that_diverges_still_has_a_step_time() -> None:
 
 def test_a_half_batch_that_does_not_run_costs_only_the_noise_scale() -> None:
     job = Job(model="probe_parts:norm_net", dataset="probe_parts:blobs")
-    steps = _make_steps(job, size=2)
+    steps = training_steps(job, size=2)
     steps.step()
     assert steps.split_passes() is None, "batch norm cannot take half of two samples"
     assert all(parameter.grad is None for parameter in steps.parameters)
