@@ -56,6 +56,13 @@ MORE_PLANS = {
             "auto",
         ),
     ),
+    "fashion_mnist, mlp": Plan(
+        task=Task(dataset="fashion_mnist", network="mlp", epochs=4.0, decay="linear"),
+        methods=("scaling_clip", "lars", "ags", "auto"),
+        batch_sizes=(512,),
+        tune_learning_rate=True,
+        tuning_seeds=1,
+    ),
     "digits, equal time": replace(
         _DIGITS,
         budget="time",

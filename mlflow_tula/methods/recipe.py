@@ -6,12 +6,12 @@
     optimizer.step(); schedule.step()              # once per optimizer step
 
 The rule is the table `RULES` below and nothing else. For SGD it is LARS without a rate to tune:
-each matrix or kernel steps by 1 % x sqrt(B / B0) of its own norm, at most 4 %, vectors by the
-reference rate x sqrt(B / B0), after a warm-up of a tenth of the training. It was chosen on the
-validation splits of three datasets (docs/accuracy-generalization.md has their test splits, and
-every rival at its own best settings). It counts on a learning rate that goes down towards the end,
-as most schedules do: pass `decay="linear"`, or put your own schedule on top. At a rate that stays
-constant such steps are too long; take `relative_step=0.0025` or `method="scaling_clip"` there.
+each matrix or kernel steps by 0.75 % x sqrt(B / B0) of its own norm, at most 3 %, vectors by the
+reference rate x sqrt(B / B0), after a warm-up of a tenth of the training. It was chosen on
+validation splits (docs/accuracy-generalization.md has the test splits, every rival at its own best
+settings). It counts on a learning rate that goes down towards the end, as most schedules do: pass
+`decay="linear"`, or put your own schedule on top. At a rate that stays constant such steps are too
+long: take `method="scaling_clip"` there.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ RULES: tuple[RecipeRule, ...] = (
         family="sgd",
         largest_ratio=float("inf"),
         method="lars",
-        settings={"relative_step": 0.01, "cap": 4.0},
-        because="best of all on the validation splits of three datasets, with nothing left to tune",
+        settings={"relative_step": 0.0075, "cap": 4.0},
+        because="best on the validation splits of three datasets, with nothing left to tune",
     ),
     RecipeRule(
         family="adaptive",
