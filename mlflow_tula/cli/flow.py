@@ -99,9 +99,10 @@ def make_recommendation(bundle: PredictorBundle, values: Values) -> Recommendati
     """The decision that the options ask for."""
     from mlflow_tula.recommend import recommend
 
+    options.check_devices(values, bundle.hardware)
     return recommend(
         bundle,
-        cluster=options.make_clusters(values, bundle.hardware),
+        cluster=options.make_clusters(values, bundle),
         candidates=values["candidates"],
         objective=values["objective"],
         epochs=values["epochs"],

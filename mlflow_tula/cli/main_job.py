@@ -42,7 +42,7 @@ def command(as_json: bool, **values: Any) -> None:
 
     check_decision(values)
     check_convergence(values)
-    options.make_clusters(values, options.detect_hardware(values["device"]))
+    options.check_devices(values, options.detect_hardware(values["device"]))
     with profile_run("main", values) as sweep:
         table = sweep.measure()
         if not as_json:

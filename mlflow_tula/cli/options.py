@@ -17,6 +17,7 @@ from mlflow_tula.cli import types
 from mlflow_tula.cli.types import switch
 
 if TYPE_CHECKING:
+    from mlflow_tula.predictors.bundle import PredictorBundle
     from mlflow_tula.specs import ClusterSpec, HardwareSpec, Pricing
     from mlflow_tula.workloads.job import Job
 
@@ -220,7 +221,7 @@ decision_options = _all(
         "--devices-per-node",
         types.Listed(example="1,2"),
         "auto",
-        "Devices per node to choose from; auto: 1 and all of this machine's.",
+        "Devices per node to choose from; auto: the numbers that were measured.",
     ),
     option(
         "--candidates",
@@ -256,21 +257,28 @@ def make_pricing(values: Mapping[str, Any]) -> Pricing | None:
     return Pricing(usd_per_device_hour=device, usd_per_gb_hour=memory)
 
 
-def make_clusters(values: Mapping[str, Any], hardware: HardwareSpec) -> list[ClusterSpec]:
-    """Every (nodes, devices per node) to choose from; more devices than there are is refused."""
+def check_devices(values: Mapping[str, Any], hardware: HardwareSpec) -> None:
+    """Refuse more devices per node than a node has."""
     from mlflow_tula.errors import InvalidInputError
-    from mlflow_tula.specs import ClusterSpec
 
-    devices = values["devices_per_node"] or tuple(sorted({1, hardware.devices_per_node}))
-    if max(devices) > hardware.devices_per_node:
+    asked = max(values["devices_per_node"] or (1,))
+    if asked > hardware.devices_per_node:
         raise InvalidInputError(
             f"devices-per-node must be at most {hardware.devices_per_node}, what a node of "
-            f"{hardware.device_name} has, not {max(devices)}"
+            f"{hardware.device_name} has, not {asked}"
         )
+
+
+def make_clusters(values: Mapping[str, Any], bundle: PredictorBundle) -> list[ClusterSpec]:
+    """Every (nodes, devices per node) to choose from; by default only counts that were measured."""
+    from mlflow_tula.specs import ClusterSpec
+
+    most = bundle.hardware.devices_per_node
+    measured = {world for _, world in bundle.probed.ok if world <= most}
     return [
         ClusterSpec(nodes=nodes, devices_per_node=count)
         for nodes in values["nodes"]
-        for count in devices
+        for count in values["devices_per_node"] or sorted(measured or {1})
     ]
 
 
