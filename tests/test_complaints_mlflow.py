@@ -1,7 +1,7 @@
 """Public complaints about MLflow plugins and projects, one test each, named after its thread.
 
-mlflow 7387 and mlflow-example 21 (a newcomer cannot run anything) are in test_main_job.py, which
-really runs `mlflow run . -P model=...`.
+mlflow 7387 and mlflow-example 21 are in test_main_job.py as well, which really runs
+`mlflow run . -P model=...`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import mlflow
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from launch_parts import ranks_left, until
 from mlflow import MlflowClient
 
@@ -43,6 +44,18 @@ def activated(store: Path) -> dict[str, str]:
 
 
 # --- projects
+
+
+def test_mlflow_7387_mlflow_example_21_the_first_command_of_the_readme() -> None:
+    """A newcomer could run nothing: one line of set-up, then `mlflow run .`, and no conda."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = text.split("```")[1].splitlines()[1:]
+    assert len(first) == 1
+    assert first[0].endswith("&& mlflow run . -P model=vgg11")
+    project = yaml.safe_load((ROOT / "MLproject").read_text(encoding="utf-8"))
+    assert project["databricks_spark_job"] == {}, "runs in the environment it was started in"
+    assert not {"conda_env", "python_env", "docker_env"} & set(project)
+    assert all("default" in one for one in project["entry_points"]["main"]["parameters"].values())
 
 
 def test_mlflow_2735_3536_6811_inside_a_project_run(
