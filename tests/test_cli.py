@@ -59,6 +59,23 @@ def test_import_then_recommend(folder: Path, capsys: pytest.CaptureFixture[str])
     assert out.startswith(f"choice: global batch size {choice['global_batch_size']} ")
 
 
+def test_target_without_convergence_names_the_option(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = import_table(capsys)
+    ask = ["recommend", "--dataset", "imported", "--hardware", str(done["hardware_slug"])]
+    code, _, err = call(capsys, *ask, "--objective", "min_time_to_target")
+    assert code == 2
+    assert "--convergence FILE" in err
+    (folder / "epochs.csv").write_text(
+        "global_batch_size,epochs_to_target\n16,10\n64,11\n256,16\n1024,40\n"
+    )
+    import_table(capsys, "--convergence", "epochs.csv")
+    code, out, err = call(capsys, *ask, "--objective", "min_time_to_target", "--json")
+    assert code == 0, err
+    assert json.loads(out)["curve"][0]["time_to_target_s"] > 0
+
+
 def test_price_moves_the_choice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = import_table(capsys)
     ask = ["recommend", "--dataset", "imported", "--hardware", str(done["hardware_slug"]), "--json"]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from mlflow_tula.predictors.bundle import PredictorBundle
+    from mlflow_tula.predictors.convergence import ConvergencePredictor
     from mlflow_tula.recommend import Recommendation
     from mlflow_tula.table import ProfileTable
     from mlflow_tula.workloads.job import Job
@@ -38,6 +39,7 @@ def read_table(path: Path) -> ProfileTable:
 def read_bundle(path: Path) -> PredictorBundle:
     """A predictor bundle from its file."""
     from mlflow_tula.predictors.bundle import PredictorBundle
+    from mlflow_tula.predictors.convergence import ConvergencePredictor
 
     return PredictorBundle.from_dict(read_json(path, made_by="tula fit"))
 
@@ -55,11 +57,18 @@ def read_convergence(path: str | None) -> pd.DataFrame | None:
         raise InvalidInputError(f"cannot read --convergence {path} as CSV: {reason}") from error
 
 
-def fit_table(table: ProfileTable, convergence: str | None, folder: Path) -> PredictorBundle:
-    """Fit, and keep the bundle in the workload's folder."""
+def fit_table(
+    table: ProfileTable,
+    convergence: str | None,
+    folder: Path,
+    *,
+    known: ConvergencePredictor | None = None,
+) -> PredictorBundle:
+    """Fit, and keep the bundle in the workload's folder; `known` serves where no file is given."""
     from mlflow_tula.fit import fit
 
-    bundle = fit(table, convergence=read_convergence(convergence))
+    frame = read_convergence(convergence)
+    bundle = fit(table, convergence=known if frame is None else frame)
     write_json(folder / BUNDLE_FILE, bundle.to_dict())
     return bundle
 
@@ -100,6 +109,10 @@ def make_recommendation(bundle: PredictorBundle, values: Values) -> Recommendati
     from mlflow_tula.recommend import recommend
 
     options.check_devices(values, bundle.hardware)
+    if bundle.convergence is None:
+        _refuse_targets(
+            values, "fit and register with `--convergence FILE` (tula fit, tula main, tula import)"
+        )
     return recommend(
         bundle,
         cluster=options.make_clusters(values, bundle),
@@ -141,11 +154,18 @@ def check_decision(values: Values) -> None:
 
 def check_convergence(values: Values) -> None:
     """Refuse an objective that counts epochs to a target without data on them."""
-    objective = values["objective"]
-    if read_convergence(values["convergence"]) is None and objective.endswith("_to_target"):
+    if read_convergence(values["convergence"]) is None:
+        _refuse_targets(
+            values, "give --convergence a CSV of global_batch_size and epochs_to_target"
+        )
+
+
+def _refuse_targets(values: Values, way_out: str) -> None:
+    """Raise for an objective to a target, which needs convergence data that are not there."""
+    if values["objective"].endswith("_to_target"):
         raise InvalidInputError(
-            f"objective {objective} needs convergence data: give --convergence a CSV with the "
-            "columns global_batch_size and epochs_to_target, or choose knee, min_time or min_cost"
+            f"objective {values['objective']} needs convergence data: {way_out}, or choose knee, "
+            "min_time or min_cost"
         )
 
 

@@ -47,7 +47,9 @@ def command(as_json: bool, **values: Any) -> None:
         table = sweep.measure()
         if not as_json:
             print_measurements(table)
-        bundle = fit_table(table, values["convergence"], sweep.folder)
+        bundle = fit_table(
+            table, values["convergence"], sweep.folder, known=sweep.known_convergence(table)
+        )
         registered = sweep.register(bundle, table)
         choice = sweep.decide(bundle, table, registered)
     if as_json:

@@ -21,10 +21,12 @@ from mlflow_tula.cli.flow import (
     read_table,
 )
 from mlflow_tula.cli.render import note
+from mlflow_tula.errors import NotRegisteredError, SchemaError
 from mlflow_tula.files import write_json
 
 if TYPE_CHECKING:
     from mlflow_tula.predictors.bundle import PredictorBundle
+    from mlflow_tula.predictors.convergence import ConvergencePredictor
     from mlflow_tula.probes import Probe
     from mlflow_tula.recommend import Recommendation
     from mlflow_tula.registry import RegisteredPredictor
@@ -77,6 +79,19 @@ class Sweep:
         table = read_table(partial)
         note(f"going on from {len(table.measurements)} probes of an interrupted sweep")
         return table
+
+    def known_convergence(self, table: ProfileTable) -> ConvergencePredictor | None:
+        """The present champion's: a new profile tells nothing of epochs, and must not lose them."""
+        from mlflow_tula import registry
+
+        try:
+            name = table.workload.registered_name(table.hardware)
+            known = registry.load(name).convergence
+        except (NotRegisteredError, SchemaError):
+            return None
+        if known is not None:
+            note("convergence is taken over from the present champion")
+        return known
 
     def _search_cost(self, table: ProfileTable) -> str:
         """What the search spent, and what measuring every candidate would have cost."""

@@ -126,7 +126,7 @@ def _allowed(request: Request, curve: Sequence[CurvePoint]) -> list[CurvePoint]:
         nearest = min(curve, key=lambda p: (p.peak_memory_bytes or 0.0, p.local_batch_size))
         raise InvalidInputError(
             f"no candidate fits: the nearest is {_name(nearest)} ({nearest.fits_reason}); give a "
-            "larger memory_limit_bytes or other candidates, or measure it"
+            "larger memory limit or other candidates, or measure it"
         )
     field = request.decides
     known = [point for point in fitting if getattr(point, field) is not None]
