@@ -221,7 +221,7 @@ def _settle(request: TrainRequest, folder: Path, *, resume: bool) -> None:
         if difference is not None:
             raise InvalidInputError(
                 f"{folder} holds another training ({difference}): give another output folder, or "
-                "start anew without resuming"
+                "start anew without resuming (--output-dir, --resume false)"
             )
         return
     document = {

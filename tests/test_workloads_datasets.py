@@ -379,7 +379,7 @@ def test_own_pair_and_what_it_is_told(own: str) -> None:
     assert data.train[0][0].shape == (1, 9, 9)
     assert data.test[0][0].shape == (1, 9, 9)
     workload = describe(job(dataset=f"{own}:pair"))
-    assert workload.slug == job(dataset=f"{own}:pair").workload_slug == "vgg11.pair"
+    assert workload.slug == job(dataset=f"{own}:pair").workload_slug == "vgg11.own-pair"
 
 
 def test_own_data_of_numbers(own: str) -> None:

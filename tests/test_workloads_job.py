@@ -67,7 +67,7 @@ def test_own_code_and_folders_give_their_names() -> None:
     job = Job(
         model="pkg.nets:tiny", dataset="pkg.data:cats", loss="pkg.l:focal", optimizer="o:lars"
     )
-    assert job.workload_slug == "tiny.cats-lars-focal"
+    assert job.workload_slug == "pkg-nets-tiny.pkg-data-cats-o-lars-pkg-l-focal"
     folder = Job(model="vgg11", dataset="imagefolder", data_dir="/data/ImageNet/")
     assert folder.workload_slug == "vgg11.imagefolder-imagenet"
 

@@ -39,7 +39,6 @@ def read_table(path: Path) -> ProfileTable:
 def read_bundle(path: Path) -> PredictorBundle:
     """A predictor bundle from its file."""
     from mlflow_tula.predictors.bundle import PredictorBundle
-    from mlflow_tula.predictors.convergence import ConvergencePredictor
 
     return PredictorBundle.from_dict(read_json(path, made_by="tula fit"))
 
@@ -85,7 +84,10 @@ def find_bundle(values: Values) -> tuple[PredictorBundle, str]:
     wanted = values["hardware"]
     if wanted is None:
         found = registry.resolve(
-            job.workload_slug, options.detect_hardware(values["device"]), alias=values["alias"]
+            job.workload_slug,
+            options.detect_hardware(values["device"]),
+            alias=values["alias"],
+            profile_with=options.main_command(job),
         )
     else:
         matches = [

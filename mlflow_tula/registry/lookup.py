@@ -39,7 +39,7 @@ def find_version(name: str, alias: str, version: int | None) -> ModelVersion:
             if version is None:
                 _refuse_dangling(client, name, alias)
             raise NotRegisteredError(
-                f"{name} has no {asked} in the registry: `tula register` makes one"
+                f"{name} has no {asked} in the registry: see `tula registry list`, or register one"
             ) from error
 
 

@@ -195,7 +195,11 @@ def find(
 
 
 def resolve(
-    workload: Workload | str, hardware: HardwareSpec, *, alias: str = CHAMPION
+    workload: Workload | str,
+    hardware: HardwareSpec,
+    *,
+    alias: str = CHAMPION,
+    profile_with: str | None = None,
 ) -> RegisteredPredictor:
     """The registered predictor of this workload on this hardware.
 
@@ -203,6 +207,7 @@ def resolve(
         workload: the workload, or its slug `<model>.<dataset>`.
         hardware: this machine, as `mlflow_tula.hardware.detect()` sees it.
         alias: which version.
+        profile_with: the command that profiles it, for the message; None guesses it.
 
     Raises:
         NotRegisteredError: nothing is registered; names the command that profiles, and what is
@@ -213,16 +218,19 @@ def resolve(
     try:
         return _from_version(find_version(name, alias, None), alias=alias)
     except NotRegisteredError as error:
-        raise NotRegisteredError(_nothing_registered(slug, hardware)) from error
+        if find(slug, hardware):
+            raise  # it is registered, only not under this alias
+        text = _nothing_registered(slug, hardware, profile_with)
+        raise NotRegisteredError(text) from error
 
 
-def _nothing_registered(slug: str, hardware: HardwareSpec) -> str:
+def _nothing_registered(slug: str, hardware: HardwareSpec, profile_with: str | None) -> str:
     """What is missing, the command that makes it, and what there is instead."""
     model, _, dataset = slug.partition(".")
     option = "" if dataset in {"", "digits"} else f" --dataset {dataset}"
     text = (
         f"nothing is registered for {slug} on this hardware ({hardware.slug}): profile it with "
-        f"`tula profile --model {model}{option}` or `mlflow run . -P model={model}`"
+        f"`{profile_with or f'tula main --model {model}{option}'}`"
     )
     elsewhere = [one.hardware_slug for one in find(slug) if one.hardware_slug != hardware.slug]
     if elsewhere:

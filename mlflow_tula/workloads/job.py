@@ -94,8 +94,17 @@ def is_import_path(name: str) -> bool:
 
 
 def import_path_name(name: str) -> str:
-    """The function's name in `package.module:function`; any other name as it is."""
-    return name.rsplit(":", 1)[1] if is_import_path(name) else name
+    """`package.module.function` of `package.module:function`; any other name as it is.
+
+    The module stays in the name: two projects may both call their network `make`, and neither is
+    a model of torchvision. Of a script's path the file's own name is kept.
+    """
+    if not is_import_path(name):
+        return name
+    module, _, function = name.rpartition(":")
+    if module.endswith(".py"):
+        module = Path(module).stem
+    return f"{module}.{function}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +186,7 @@ class Job(Spec):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the registry: your own function's name without its module."""
+        """The model's name in the registry: your own function's with its module."""
         return import_path_name(self.model)
 
     @property
