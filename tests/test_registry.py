@@ -184,7 +184,7 @@ def test_readers_never_see_half_a_registration(step, store, table, bundle, monke
         patched.setattr(MlflowClient, step, fail)
         with pytest.raises(StoreError, match=r"cannot register tula\.vgg11.*the disk is full"):
             register(bundle, table=table)
-    with pytest.raises(NotRegisteredError, match="nothing is registered|has no alias"):
+    with pytest.raises(NotRegisteredError, match=r"nothing is registered|has no alias"):
         resolve(table.workload, table.hardware)
     if step == "create_model_version":
         assert MlflowClient().search_registered_models() == []
