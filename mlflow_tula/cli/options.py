@@ -247,13 +247,16 @@ def make_job(values: Mapping[str, Any]) -> Job:
     return Job(**given)
 
 
+_NAMED_FIRST = ("dataset", "data_dir", "image_size", "dataset_size")
+
+
 def main_command(job: Job) -> str:
     """The command line that profiles and registers this job: what is not a default is named."""
     from mlflow_tula.workloads.job import Job
 
     plain = Job(model=job.model)
     words = [f"tula main --model {job.model}"]
-    for name in ("dataset", "data_dir", "image_size", "precision", "optimizer", "loss"):
+    for name in (*_NAMED_FIRST, "precision", "optimizer", "loss"):
         if getattr(job, name) != getattr(plain, name):
             words.append(f"--{name.replace('_', '-')} {getattr(job, name)}")
     return " ".join(words)

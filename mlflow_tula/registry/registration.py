@@ -237,7 +237,9 @@ def _nothing_registered(slug: str, hardware: HardwareSpec, profile_with: str | N
         return f"{text}; {slug} is registered for other hardware: {_listed(elsewhere)}"
     others = [one.workload_slug for one in find(hardware=hardware)]
     if others:
-        return f"{text}; on this hardware there is {_listed(others)}"
+        near = difflib.get_close_matches(slug, others, n=1, cutoff=0.7)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return f"{text}; on this hardware there is {_listed(others)}{hint}"
     rest = [one.name for one in find()]
     return f"{text}; registered for others: {_listed(rest) if rest else 'nothing yet'}"
 
