@@ -8,6 +8,7 @@ of all, if the gate (promotion.py) lets it.
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
