@@ -391,3 +391,22 @@ def test_a_size_of_several_ranks_between_single_ones_tells_the_copy():
     assert peaks[8] <= alone[1] <= peaks[128]
     both, _, _ = memory_formulas.peak_memory(fitted.to_dict(), sizes, np.full(3, 2.0), 0.9)
     assert both[1] == pytest.approx(3018178560, rel=0.01)
+
+
+def test_a_counted_copy_never_makes_one_ranks_memory_fall():
+    two = Measurement(
+        local_batch_size=128, devices_per_node=2, step_time_s=5.4, peak_memory_bytes=3126000000
+    )
+    fitted = MemoryPredictor.fit(
+        table(
+            {8: 2750000000, 64: 2813000000},
+            device_type="cpu",
+            parameters=128_807_306,
+            extra=(two,),
+        )
+    )
+    sizes = np.array([8.0, 64.0, 128.0, 256.0])
+    alone, _, _ = memory_formulas.peak_memory(fitted.to_dict(), sizes, np.ones(4), 0.9)
+    assert (np.diff(alone) >= 0).all()
+    both, lower, upper = memory_formulas.peak_memory(fitted.to_dict(), sizes, np.full(4, 2.0), 0.9)
+    assert lower[2] <= 3126000000 <= upper[2]

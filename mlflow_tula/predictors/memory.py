@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mlflow_tula.errors import SchemaError, TooFewProbesWarning
 from mlflow_tula.predictors import memory_formulas as formulas
+from mlflow_tula.predictors.memory_copy import copies_beyond, counted_copy
 from mlflow_tula.specs import Spec, check_real
 from mlflow_tula.table import Measurement, ProfileTable
 
@@ -40,9 +41,6 @@ PRIOR_STEPS = 8.0
 JUMP = 1.4
 """Room beyond the probes for one more choice of workspace (VGG11 on an A100: 1.4 times the line);
 a CPU makes none."""
-GLOO_COPIES = 1.5
-"""Gradients copied on a CPU, by DDP's buckets and by gloo: between 0.5 of them (resident, where a
-small batch left room) and 2 (allocated); ResNet18, two ranks, torch 2.14."""
 COPY_SPREAD = 0.4
 """Relative spread of a copy that was counted, not measured."""
 UNKNOWN_SHARE = 0.5
@@ -219,20 +217,14 @@ def _points(table: ProfileTable) -> tuple[Array, Array, Array]:
     copies = np.array([many[size] for size in shared], float)
     if shared:
         copies -= np.interp(shared, list(points), list(points.values()))
-    copy = max(float(np.median(copies)), 0.0) if shared else _counted_copy(table) or 0.0
+    elif points:
+        copies = copies_beyond(points, many, counted_copy(table))
+    copy = max(float(np.median(copies)), 0.0) if len(copies) else counted_copy(table) or 0.0
     for size in set(many) - set(shared):
         # never less than half of what was seen: the copy may be a guess
         points[size] = max(many[size] - copy, 0.5 * many[size])
     sizes = sorted(points)
     return np.array(sizes, float), np.array([points[size] for size in sizes]), copies
-
-
-def _counted_copy(table: ProfileTable) -> float | None:
-    """Bytes of DDP's copy from the number of parameters, or None where it is not known."""
-    if table.workload.gradient_bytes is None:
-        return None
-    copies = GLOO_COPIES if table.hardware.device_type == "cpu" else 1.0
-    return copies * table.workload.gradient_bytes
 
 
 def _copy(
@@ -242,7 +234,7 @@ def _copy(
     if len(copies):
         copy = max(float(np.median(copies)), 0.0)
         return {"copy_bytes": copy, "copy_sd_bytes": float(np.std(copies)) + 0.05 * copy}
-    counted = _counted_copy(table)
+    counted = counted_copy(table)
     if counted is not None:
         return {"copy_bytes": counted, "copy_sd_bytes": COPY_SPREAD * counted}
     only_many = not _readings(table.ok, False)
