@@ -18,6 +18,7 @@ from generalization_report import DOCUMENT, write_report
 
 from mlflow_tula.compare import Comparison, Plan, compare
 from mlflow_tula.comparing.facts import Outcome, Task
+from mlflow_tula.errors import InvalidInputError
 
 RESULTS = Path(__file__).resolve().parent / "results" / "generalization"
 
@@ -81,18 +82,36 @@ MORE_PLANS = {
 """On the same record file as their dataset's."""
 
 
-def run(only: str | None, workers: int | None, *, stored: bool = False) -> dict[str, Comparison]:
-    """Run what the record files lack; with `stored`, nothing may be lacking."""
-    found = {}
+def run(only: str | None, workers: int | None) -> None:
+    """Run what the record files lack."""
     for name, plan in {**PLANS, **MORE_PLANS}.items():
-        if only not in (None, name):
-            continue
-        records = RESULTS / f"{plan.task.dataset}.jsonl"
-        hear = None if stored else _say
-        found[name] = compare(plan, records, workers=workers, on_outcome=hear, only_recorded=stored)
-        done = found[name]
-        print(f"{name}: {len(done.tuning)} tuning runs, {len(done.outcomes)} results", flush=True)
-    return found
+        if only in (None, name):
+            done = compare(plan, records_of(plan), workers=workers, on_outcome=_say)
+            print(f"{name}: {len(done.tuning)} tuning runs, {len(done.outcomes)} results")
+
+
+def recorded() -> tuple[dict[str, Comparison], dict[str, tuple[str, ...]]]:
+    """What the record files hold whole, and the methods of each plan that they do not."""
+    found, lacking = {}, {}
+    for name, plan in {**PLANS, **MORE_PLANS}.items():
+        whole = tuple(m for m in plan.methods if _stored(replace(plan, methods=(m,))) is not None)
+        lacking[name] = tuple(m for m in plan.methods if m not in whole)
+        comparison = _stored(replace(plan, methods=whole)) if whole else None
+        if comparison is not None:
+            found[name] = comparison
+    return found, {name: methods for name, methods in lacking.items() if methods}
+
+
+def _stored(plan: Plan) -> Comparison | None:
+    try:
+        return compare(plan, records_of(plan), only_recorded=True)
+    except InvalidInputError:
+        return None
+
+
+def records_of(plan: Plan) -> Path:
+    """The record file of a plan's dataset."""
+    return RESULTS / f"{plan.task.dataset}.jsonl"
 
 
 def _say(outcome: Outcome, done: int, total: int) -> None:
@@ -116,7 +135,7 @@ def main() -> None:
     if args.what in ("run", "both"):
         run(args.only, args.workers)
     if args.what in ("report", "both"):
-        write_report(run(None, None, stored=True), main=tuple(PLANS))
+        write_report(*recorded(), main=tuple(PLANS))
         print(f"wrote {DOCUMENT}")
 
 

@@ -17,6 +17,7 @@ DOCUMENT = DOCS / "accuracy-generalization.md"
 FIGURES = DOCS / "figures"
 
 TARGET = 0.9
+_CONTROLS = ("plain", "ags_shuffled", "ags_constant", "static_scaling", "constant_scaling")
 
 HEAD = """\
 # Large batches and test accuracy
@@ -46,9 +47,15 @@ Made by `make accuracy-generalization` from the trainings in benchmarks/results/
 """
 
 
-def write_report(found: Mapping[str, Comparison], *, main: Sequence[str]) -> None:
+def write_report(
+    found: Mapping[str, Comparison],
+    lacking: Mapping[str, Sequence[str]],
+    *,
+    main: Sequence[str],
+) -> None:
     """Write the document and its figures; keeps the hand-written reading that is there."""
     FIGURES.mkdir(parents=True, exist_ok=True)
+    main = [name for name in main if name in found]
     reading = _reading()
     parts = [HEAD, "## In one table\n", _overview([found[name] for name in main]), reading]
     for name in main:
@@ -56,7 +63,12 @@ def write_report(found: Mapping[str, Comparison], *, main: Sequence[str]) -> Non
     for name, comparison in found.items():
         if name not in main:
             parts.append(_more(name, comparison))
-    parts.append(_ags([found[name] for name in main]))
+    with_ags = [found[name] for name in main if set(_CONTROLS) <= set(found[name].plan.methods)]
+    if with_ags:
+        parts.append(_ags(with_ags))
+    if lacking:
+        parts.append("## Not run yet\n")
+        parts += [f"- {name}: {', '.join(methods)}" for name, methods in lacking.items()]
     DOCUMENT.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
 
 
@@ -78,7 +90,7 @@ def _overview(comparisons: Sequence[Comparison]) -> str:
         rows = comparison.rows
         size = max(comparison.plan.batch_sizes)
         by_name = {row.method: row for row in rows if row.batch_size == size}
-        auto, ags = by_name["auto"], by_name["ags"]
+        auto, ags = by_name["auto"], by_name.get("ags")
         rivals = [row for name, row in by_name.items() if name != "auto"]
         best = max(rivals, key=lambda row: row.mean)
         ahead = [r for r in rivals if not not_worse(auto, r)]
@@ -143,8 +155,7 @@ def _ags(comparisons: Sequence[Comparison]) -> str:
         size = max(comparison.plan.batch_sizes)
         rows = {row.method: row for row in comparison.rows if row.batch_size == size}
         ags = rows["ags"]
-        others = ("plain", "ags_shuffled", "ags_constant", "static_scaling", "constant_scaling")
-        differences = " | ".join(_difference(ags, rows[other]) for other in others)
+        differences = " | ".join(_difference(ags, rows[other]) for other in _CONTROLS)
         lines.append(
             f"| {comparison.plan.task.dataset} | {_accuracy(ags)} | {words(ags.settings)} | "
             f"{100 * (ags.scaled_share or 0):.0f} % | {differences} |"
@@ -167,8 +178,8 @@ def _accuracy(row: MethodRow) -> str:
     return f"{100 * row.mean:.2f} ± {100 * row.std:.2f}"
 
 
-def _recovered(row: MethodRow) -> str:
-    if row.recovered is None:
+def _recovered(row: MethodRow | None) -> str:
+    if row is None or row.recovered is None:
         return ""
     mark = "" if row.recovered >= TARGET else " (below 90)"
     return f"{100 * row.recovered:.0f} ± {100 * (row.recovered_error or 0):.0f}{mark}"
