@@ -94,7 +94,9 @@ def summarize(outcomes: Iterable[Outcome]) -> list[MethodRow]:
     reference_size = any_trial.task.reference_batch_size
     rows = []
     for (method, size), found in groups.items():
-        level = _mean(outcome.train_loss for outcome in plain.get(size, ()))
+        # the reference is held against the largest batch, each other one against its own
+        against = max(plain) if size == reference_size and plain else size
+        level = _mean(outcome.train_loss for outcome in plain.get(against, ()))
         rows.append(
             _row(method, size, found, level, plain.get(reference_size, ()), plain.get(size, ()))
         )
