@@ -408,5 +408,5 @@ def test_a_counted_copy_never_makes_one_ranks_memory_fall():
     sizes = np.array([8.0, 64.0, 128.0, 256.0])
     alone, _, _ = memory_formulas.peak_memory(fitted.to_dict(), sizes, np.ones(4), 0.9)
     assert (np.diff(alone) >= 0).all()
-    both, lower, upper = memory_formulas.peak_memory(fitted.to_dict(), sizes, np.full(4, 2.0), 0.9)
+    _, lower, upper = memory_formulas.peak_memory(fitted.to_dict(), sizes, np.full(4, 2.0), 0.9)
     assert lower[2] <= 3126000000 <= upper[2]

@@ -37,11 +37,12 @@ def command(as_json: bool, **values: Any) -> None:
     """Fit predictors of step time, memory, convergence and cost to a profile table."""
     from mlflow_tula.cli.flow import BUNDLE_FILE, TABLE_FILE, file_of, fit_table, read_table
 
-    path = file_of(values, "table", TABLE_FILE, options.make_job(values))
+    job = options.make_job(values)
+    path = file_of(values, "table", TABLE_FILE, job)
     bundle = fit_table(read_table(path), values["convergence"], path.parent)
     written = Path(path.parent) / BUNDLE_FILE
     if as_json:
         print_json({"bundle": str(written), "report": bundle.report.to_dict()})
         return
     print_report(bundle.report)
-    note(f"written: {written}; next: tula register --model {values['model']}")
+    note(f"written: {written}; next: {options.command_line('register', job)}")

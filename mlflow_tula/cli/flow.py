@@ -87,7 +87,7 @@ def find_bundle(values: Values) -> tuple[PredictorBundle, str]:
             job.workload_slug,
             options.detect_hardware(values["device"]),
             alias=values["alias"],
-            profile_with=options.main_command(job),
+            profile_with=options.command_line("main", job),
         )
     else:
         matches = [

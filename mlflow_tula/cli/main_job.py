@@ -62,7 +62,5 @@ def command(as_json: bool, **values: Any) -> None:
     print_recommendation(choice)
     click.echo()
     click.echo(f"registered {registered.name} version {registered.version}: {registered.reason}")
-    click.echo(
-        f"ask again   tula recommend --model {values['model']} --dataset {values['dataset']}"
-    )
+    click.echo(f"ask again   {options.command_line('recommend', sweep.job)}")
     click.echo("look        mlflow ui")

@@ -67,17 +67,18 @@ name_options = _all(
         "fp32, bf16 autocast, or fp16 with a gradient scaler.",
     ),
     option("--optimizer", str, "sgd", "Optimizer: sgd, adam, adamw, ... or package.module:class."),
+    option("--momentum", types.real("0.9", strict=False), "0.9", "Momentum of SGD, 0 to below 1."),
     option("--loss", str, "cross_entropy", "Loss: cross_entropy, ... or package.module:function."),
-)
-
-data_options = _all(
-    switch("--download", default=False, text="Download the dataset where it is absent."),
     option(
         "--dataset-size",
         types.count("2048", open_word="auto"),
         "auto",
         "Training samples; auto: all (a stratified subset otherwise).",
     ),
+)
+
+data_options = _all(
+    switch("--download", default=False, text="Download the dataset where it is absent."),
     option(
         "--num-workers",
         types.count("2", minimum=0),
@@ -94,7 +95,6 @@ optimizer_options = _all(
         "auto",
         "Learning rate at the reference batch size; auto: the optimizer's default.",
     ),
-    option("--momentum", types.real("0.9", strict=False), "0.9", "Momentum of SGD, 0 to below 1."),
     option("--weight-decay", types.real("5e-4", strict=False), "0", "Weight decay (L2), per step."),
 )
 
@@ -247,16 +247,26 @@ def make_job(values: Mapping[str, Any]) -> Job:
     return Job(**given)
 
 
-_NAMED_FIRST = ("dataset", "data_dir", "image_size", "dataset_size")
+_NAMING = (
+    "dataset",
+    "data_dir",
+    "image_size",
+    "dataset_size",
+    "precision",
+    "optimizer",
+    "momentum",
+    "loss",
+)
+"""Options that set one workload apart from another."""
 
 
-def main_command(job: Job) -> str:
-    """The command line that profiles and registers this job: what is not a default is named."""
+def command_line(verb: str, job: Job) -> str:
+    """The command that does `verb` for this very job: what is not a default is named."""
     from mlflow_tula.workloads.job import Job
 
     plain = Job(model=job.model)
-    words = [f"tula main --model {job.model}"]
-    for name in (*_NAMED_FIRST, "precision", "optimizer", "loss"):
+    words = [f"tula {verb} --model {job.model}"]
+    for name in _NAMING:
         if getattr(job, name) != getattr(plain, name):
             words.append(f"--{name.replace('_', '-')} {getattr(job, name)}")
     return " ".join(words)

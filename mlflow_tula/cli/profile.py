@@ -44,4 +44,4 @@ def command(as_json: bool, **values: Any) -> None:
         print_json({"table": str(path), "run_id": sweep.run.run_id, **table.to_dict()})
         return
     print_measurements(table)
-    note(f"written: {path}; next: tula fit --model {values['model']}")
+    note(f"written: {path}; next: {options.command_line('fit', sweep.job)}")

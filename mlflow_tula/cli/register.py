@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -31,8 +32,10 @@ def command(as_json: bool, **values: Any) -> None:
     from mlflow_tula.cli.flow import BUNDLE_FILE, TABLE_FILE, file_of, read_bundle, read_table
 
     job = options.make_job(values)
-    bundle = read_bundle(file_of(values, "bundle", BUNDLE_FILE, job))
-    table = read_table(file_of(values, "table", TABLE_FILE, job))
+    path = file_of(values, "bundle", BUNDLE_FILE, job)
+    bundle = read_bundle(path)
+    # The table that a bundle was fitted to lies beside it, whatever the options name.
+    table = read_table(Path(values["table"] or path.with_name(TABLE_FILE)))
     options.use_store(values, write=True)
     from mlflow_tula import registry
 

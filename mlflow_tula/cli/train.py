@@ -67,9 +67,9 @@ def command(as_json: bool, **values: Any) -> None:
     """
     job = options.make_job(values)
     hardware = options.detect_hardware(values["device"])
-    options.use_store(values, write=True)
     folder = options.workload_folder(values, job, hardware) / "training"
     plan = make_plan(values, job, hardware, folder)
+    options.use_store(values, write=True)
     result = run_training(job, plan, hardware, values, folder)
     if as_json:
         print_json(result.to_dict())

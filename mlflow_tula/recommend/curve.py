@@ -228,6 +228,9 @@ def _predict(
     return [_point(request, record) for record in out.to_dict("records")]
 
 
+_TIMES = ("epoch_time_s", "time_to_target_s")
+
+
 def _point(request: Request, record: dict[Any, Any]) -> CurvePoint:
     """A row of predictions as a CurvePoint: NaN becomes None, the objective's time is filled in."""
     names = set(CurvePoint.__dataclass_fields__)
@@ -238,11 +241,12 @@ def _point(request: Request, record: dict[Any, Any]) -> CurvePoint:
     # Samples that drop_last leaves out are no speed: every candidate is charged for all of them.
     steps = request.dataset_size / int(values["global_batch_size"])
     whole = steps * values["step_time_s"] / values["epoch_time_s"]
-    for end in ("", "_lower", "_upper"):
-        seconds = values.get(f"{source}{end}")
-        values[f"time_s{end}"] = None if seconds is None else seconds * factor * whole
-    for name in ("cost_usd", "cost_to_target_usd"):
+    times = [f"{name}{end}" for name in _TIMES for end in ("", "_lower", "_upper")]
+    for name in (*times, "cost_usd", "cost_to_target_usd"):
         values[name] = None if values.get(name) is None else values[name] * whole
+    for end in ("", "_lower", "_upper"):
+        seconds = values[f"{source}{end}"]
+        values[f"time_s{end}"] = None if seconds is None else seconds * factor
     world = int(values["nodes"]) * int(values["devices_per_node"])
     measured = (int(values["local_batch_size"]), world) in request.bundle.probed.ok
     return CurvePoint(**values, measured=measured)

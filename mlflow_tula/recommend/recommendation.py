@@ -38,8 +38,9 @@ class CurvePoint(Spec):
     """One candidate: seconds, bytes, dollars; `_lower` and `_upper` are the interval's ends.
 
     `time_s` and `cost_usd` are what the objective counts: of the epochs asked for, of one epoch
-    where none were given, or until the target for the objectives that end in `_to_target`; every
-    sample of the dataset is charged for, also those that `epoch_time_s` leaves out with drop_last.
+    where none were given, or until the target for the objectives that end in `_to_target`. All
+    times are for every sample of the dataset, so that a batch is not faster for the samples that
+    drop_last leaves out.
     `meets_limits` is false where a deadline or a budget is missed.
     """
 

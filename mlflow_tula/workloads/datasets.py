@@ -193,7 +193,7 @@ def _idx_file(folder: Path, name: str) -> Path:
 
 def _find_fashion_mnist(job: Job) -> Path:
     root = data_root(job)
-    folders = [root / "FashionMNIST" / "raw", root / "raw", root]
+    folders = [root / "FashionMNIST" / "raw", root / "raw", root / "fashion-mnist", root]
     if job.data_dir is None:
         folders.append(DEBIAN_FASHION_MNIST)
 

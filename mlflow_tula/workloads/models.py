@@ -65,7 +65,16 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Trainable parameters: each one's gradient travels in the all-reduce."""
+    """Trainable parameters: each one's gradient travels in the all-reduce.
+
+    Raises:
+        InvalidInputError: a lazy module has not seen a batch yet.
+    """
+    if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
+        raise InvalidInputError(
+            "the model has lazy modules, whose parameters do not exist yet: pass one batch through "
+            "it in your function before returning it, or give the sizes"
+        )
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
