@@ -46,7 +46,7 @@ PLANS = {
 MORE_PLANS = {
     "digits, batch sizes": replace(
         _DIGITS,
-        batch_sizes=(64, 128, 256, 512),
+        batch_sizes=(128, 512),
         methods=(
             "plain",
             "linear_scaling",
