@@ -12,12 +12,14 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
 
 import mlflow_tula as tula
+from mlflow_tula.errors import TulaWarning
 
 
 def seconds_of(action: Callable[[], object], repeats: int) -> list[float]:
@@ -60,6 +62,7 @@ def table_of(rows: int) -> tula.ProfileTable:
 
 def main() -> int:
     """Print the table."""
+    warnings.simplefilter("ignore", TulaWarning)
     table = table_of(100)
     bundle = tula.fit(table)
     frame = pd.DataFrame({"local_batch_size": np.arange(1, 10_001), "nodes": 2})

@@ -1,4 +1,4 @@
-"""Shared fixtures: recorded tables, and MLflow stores of a test's own.
+"""Shared fixtures: a table like a real profile, and MLflow stores of a test's own.
 
 MLflow keeps its tracking URI, its active runs and its environment variables in globals; the
 fixture `store` gives a test a fresh sqlite store below tmp_path and puts all of that back.
@@ -34,7 +34,8 @@ MLFLOW_VARIABLES = (
 
 @pytest.fixture(scope="session")
 def table():
-    """VGG11 on 32x32 digits, two CPU cores, one and two ranks: a recorded ProfileTable."""
+    """VGG11 on 32x32 digits, two CPU cores: step times and memory of one rank as once measured,
+    the two-rank rows and the parts of a step composed to match."""
     from mlflow_tula.table import ProfileTable
 
     text = (DATA / "vgg11_digits_cpu.json").read_text(encoding="utf-8")
