@@ -127,10 +127,10 @@ def test_lightning_13696_exactly_the_reported_steps_were_run(profiled: Profiled)
 
 def test_the_workload_is_described_and_the_whole_dataset_counts(profiled: Profiled) -> None:
     workload = profiled.table.workload
-    assert (workload.model, workload.dataset) == ("CountingNet", "hundred")
+    assert (workload.model, workload.dataset) == ("probe_parts.CountingNet", "probe_parts.hundred")
     assert workload.dataset_size == 100
     assert workload.num_parameters == 836
-    assert workload.optimizer == "CountingSGD"
+    assert workload.optimizer == "probe_parts.CountingSGD"
     assert not workload.batch_norm
 
 
@@ -179,7 +179,7 @@ def test_rows_measured_before_are_answers(profiled: Profiled) -> None:
 
 
 def test_rows_of_another_workload_are_refused(profiled: Profiled) -> None:
-    with pytest.raises(InvalidInputError, match="resume_from holds countingnet"):
+    with pytest.raises(InvalidInputError, match="resume_from holds probe_parts-countingnet"):
         profile(
             probe_parts.small_net,
             probe_parts.hundred,

@@ -364,3 +364,13 @@ def test_a_half_batch_that_does_not_run_costs_only_the_noise_scale() -> None:
     steps.step()
     assert steps.split_passes() is None, "batch norm cannot take half of two samples"
     assert all(parameter.grad is None for parameter in steps.parameters)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_never_more_timed_steps_than_the_limit(seed: int) -> None:
+    draw = random.Random(seed)
+    series = StepSeries(ProbeSettings(max_steps=6, time_limit_s=1e9, tolerance=1e-9))
+    while not series.add(draw.lognormvariate(0.0, 0.4)):
+        pass
+    assert len(series.timed) == 6
+    assert series.num_warmup + len(series.timed) == len(series.seconds)

@@ -64,7 +64,8 @@ class StepSeries:
             and self.seconds[first] > SLOW_START * typical
         ):
             first += 1
-        return first
+        # A step that looked slow may not look so any more: then it would be one too many.
+        return max(first, len(self.seconds) - self.settings.max_steps)
 
     @property
     def timed(self) -> list[float]:
