@@ -71,7 +71,7 @@ def tula() -> None:
 
     \b
     tula main --model vgg11          profile, fit, register, recommend
-    tula recommend --model vgg11     ask again later, in a second
+    tula recommend --model vgg11     ask again later, in two seconds
     tula train --model vgg11         train with the recommended batch size
     mlflow ui                        see curves, predictions and registered predictors
     """
