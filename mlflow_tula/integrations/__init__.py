@@ -1,0 +1,1 @@
+"""Observe training loops that people already have: autologging, Lightning, Hugging Face."""
