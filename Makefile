@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check docs test test-slow test-all bench accuracy accuracy-generalization readme clean
+.PHONY: help env fix check docs test test-slow test-all bench accuracy accuracy-generalization readme reliability clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,16 @@ readme: $(READY)  ## the README's run and figure, from a real run in build/run
 
 accuracy-generalization: $(READY)  ## large-batch methods on three real datasets (an hour when new)
 	$(BIN)/python benchmarks/generalization.py both
+
+# Scripts that take --short and write build/reliability/<part>.jsonl (benchmarks/reliability/facts.py).
+RELIABILITY := $(addprefix benchmarks/reliability/,crash.py stores.py soak.py)
+
+reliability: $(READY)  ## [SHORT=1]: kill, starve, fuzz, soak; a full one fills docs/reliability.md
+	rm -rf build/reliability && mkdir -p build/reliability
+	-for part in $(RELIABILITY); do $(BIN)/python $$part $(if $(SHORT),--short); done
+	$(BIN)/python benchmarks/reliability/report.py --markdown build/reliability/report.md; code=$$?; \
+		$(if $(SHORT),,$(BIN)/python docs/sections.py docs/reliability.md \
+		campaign=build/reliability/report.md;) exit $$code
 
 clean:  ## caches and build outputs, never the environment or the store
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
