@@ -35,7 +35,7 @@ def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("group", ENTRY_POINTS)
 def test_entry_points_are_found_and_load(group: str) -> None:
     (point,) = importlib.metadata.entry_points(group=group, name=ENTRY_POINTS[group])
-    assert point.value.startswith("mlflow_tula.plugin.")
+    assert point.value.startswith("mlflow_tula.plugin:")
     assert point.load()
 
 
@@ -94,6 +94,8 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] in ("mlflow
         ("specs.py", "raise RuntimeError('broken')"),
         ("table.py", "this is no Python"),
         ("plugin/run_context.py", "import no_such_module"),
+        ("plugin/run_context.py", "this is no Python"),
+        ("plugin/run_context.py", "raise SystemExit(3)"),
     ],
 )
 def test_a_broken_tula_does_not_break_mlflow(tmp_path: Path, broken: str, fault: str) -> None:
@@ -106,3 +108,35 @@ def test_a_broken_tula_does_not_break_mlflow(tmp_path: Path, broken: str, fault:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == mlflow.__version__
     assert 'Failure attempting to register context provider "tula"' in done.stderr
+
+
+@pytest.mark.parametrize("fault", ["this is no Python", "raise RuntimeError('broken')"])
+def test_a_fault_in_every_plugin_module_does_not_break_mlflow(tmp_path: Path, fault: str) -> None:
+    copy = tmp_path / "mlflow_tula"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    modules = [path for path in (copy / "plugin").glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) >= 5
+    for path in modules:
+        path.write_text(f"{path.read_text()}\n{fault}\n")
+    code = """
+import importlib.metadata, mlflow, mlflow.models, mlflow.projects, mlflow.deployments
+from mlflow_tula.doctor import ENTRY_POINTS
+
+for group, name in ENTRY_POINTS.items():
+    (point,) = importlib.metadata.entry_points(group=group, name=name)
+    if not point.value.startswith("mlflow_tula.plugin:"):
+        continue
+    try:
+        point.load()
+    except ImportError as error:
+        print("ImportError:", error)
+mlflow.set_tracking_uri("sqlite:///mlflow.db")
+with mlflow.start_run() as run:
+    mlflow.log_metric("loss", 1.0)
+print(mlflow.get_run(run.info.run_id).info.status)
+"""
+    done = python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "FINISHED"
+    assert sum("cannot be loaded" in line for line in lines) == 4, done.stdout
