@@ -57,13 +57,25 @@ def remeasured(table) -> Callable:
         rows = tuple(
             row
             if row.step_time_s is None
-            else replace(row, step_time_s=row.step_time_s * scale * float(np.exp(noise * z)))
+            else _retimed(row, row.step_time_s * scale * float(np.exp(noise * z)))
             for row, z in zip(table.measurements, draw.normal(size=99), strict=False)
         )
         other = replace(table, measurements=rows)
         return other, _fitted(other)
 
     return again
+
+
+def _retimed(row, step_time_s):
+    """The row with another step time; its parts stay what they were, as far as they fit in."""
+    sync = None if row.sync_time_s is None else min(row.sync_time_s, step_time_s)
+    return replace(row, step_time_s=step_time_s, sync_time_s=sync)
+
+
+def _slower(row, factor: float):
+    """The row with every time of the step times `factor`."""
+    sync = None if row.sync_time_s is None else row.sync_time_s * factor
+    return replace(row, step_time_s=row.step_time_s * factor, sync_time_s=sync)
 
 
 def _fitted(table):
