@@ -31,14 +31,24 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import psutil
 
 from mlflow_tula.errors import InvalidInputError, WorkFailedError
 from mlflow_tula.launch.failures import RankFailure, root_cause
-from mlflow_tula.launch.ranks import FOLDER_VARIABLE, GROUP_VARIABLE, PARENT_VARIABLE, signal_all
+from mlflow_tula.launch.ranks import (
+    FOLDER_VARIABLE,
+    FOLDER_WORD,
+    GROUP_VARIABLE,
+    PARENT_VARIABLE,
+    signal_all,
+    write_json,
+)
 from mlflow_tula.specs import check_int
+
+if TYPE_CHECKING:
+    from mlflow_tula.launch.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +62,7 @@ _DROPPED = frozenset(
 )
 _GRACE_S = 3.0
 _LOG_TAIL = 4000
+_REMOTE_POLL_S = 0.25
 
 
 class RankFailedError(WorkFailedError):
@@ -78,6 +89,8 @@ class RankGroup:
         nodes: int = 1,
         node_rank: int = 0,
         master: str = "",
+        cluster: Cluster | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> None:
         """Describe the group; `start` (or `with`) starts it.
 
@@ -91,8 +104,14 @@ class RankGroup:
             nodes: how many machines run the same group.
             node_rank: this machine's place among them.
             master: `host:port` of node 0; needed when there is more than one node.
+            cluster: the nodes of this command; where this is node 0, the others start their part
+                of the group, stop it with this one, and tell of their failures.
+            files: names and texts that lie in every node's folder before its ranks start.
         """
         self.num_ranks = check_int("num_ranks", num_ranks, maximum=10**4)
+        self._cluster = cluster if nodes > 1 and node_rank == 0 else None
+        if self._cluster is not None and not master:
+            master = self._cluster.free_master()
         if check_int("nodes", nodes) > 1 and ":" not in master:
             raise InvalidInputError(f"{nodes} nodes need master as host:port, not {master!r}")
         self._owns_folder = folder is None
@@ -100,9 +119,24 @@ class RankGroup:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.identity = uuid.uuid4().hex
         threads = threads_per_rank or max(1, usable_threads() // num_ranks)
+        own = dict(environment or {})
+        if self._cluster is not None:
+            own |= self._cluster.variables
         self._environment = rank_environment(
-            self.folder, self.identity, threads=threads, additions=environment or {}, nodes=nodes
+            self.folder, self.identity, threads=threads, additions=own, nodes=nodes
         )
+        self._files = dict(files or {})
+        self._description = {
+            "module": module,
+            "arguments": list(arguments),
+            "num_ranks": num_ranks,
+            "threads_per_rank": threads_per_rank,
+            "environment": dict(environment or {}),
+            "nodes": nodes,
+            "master": master,
+            "files": self._files,
+        }
+        self._nodes, self._number, self._asked = nodes, 0, 0.0
         placement = ["--nproc-per-node", str(num_ranks), "--max-restarts", "0"]
         if nodes > 1:
             host, port = master.rsplit(":", 1)
@@ -111,11 +145,16 @@ class RankGroup:
         else:
             placement += ["--standalone", "--local-addr", "localhost"]
         self._command = [sys.executable, "-m", "mlflow_tula.launch.agent", *placement]
-        self._command += ["--module", module, *arguments]
+        here = [text.replace(FOLDER_WORD, str(self.folder)) for text in arguments]
+        self._command += ["--module", module, *here]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
         """Start the agent; its ranks follow within seconds."""
+        for name, text in self._files.items():
+            (self.folder / name).write_text(text)
+        if self._cluster is not None:
+            self._number = self._cluster.start(self._description)
         with (self.folder / "log.txt").open("ab") as log:
             # Its own session: a Ctrl-C in the terminal reaches only the caller, who then decides.
             self._process = subprocess.Popen(
@@ -129,15 +168,21 @@ class RankGroup:
         return self
 
     def poll(self) -> int | None:
-        """The agent's exit code, or None while it runs."""
-        return None if self._process is None else self._process.poll()
+        """The agent's exit code, or None while it runs; ranks that failed elsewhere end it."""
+        if self._process is None:
+            return None
+        code = self._process.poll()
+        if code is None and self._failed_elsewhere():
+            signal_all(self._processes(), getattr(signal, "SIGKILL", signal.SIGTERM))
+            code = self._process.wait()
+        return code
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when every rank has ended well; else stop the rest and raise RankFailedError."""
         if self._process is None:
             raise InvalidInputError("the group was not started: call start() first")
         try:
-            self._process.wait(timeout_s)
+            self._wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             self.stop()
             raise RankFailedError(timeout_failure(timeout_s)) from error
@@ -146,8 +191,34 @@ class RankGroup:
             self.stop()
             raise RankFailedError(failure)
 
+    def _wait(self, timeout_s: float | None) -> None:
+        """Until the agent has ended; with other nodes, looking at theirs now and then."""
+        assert self._process is not None, "wait() has looked"
+        if self._cluster is None:
+            self._process.wait(timeout_s)
+            return
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self._command, timeout_s or 0.0)
+            time.sleep(0.05)
+
+    def _failed_elsewhere(self) -> bool:
+        """Whether ranks of other nodes failed; their words then lie beside this node's."""
+        now = time.monotonic()
+        if self._cluster is None or not self._number or now - self._asked < _REMOTE_POLL_S:
+            return False
+        self._asked = now
+        found = self._cluster.failures(self._number, self._nodes)
+        for index, failure in enumerate(found):
+            name = f"failure-rank{'x' if failure.rank is None else failure.rank}-{index}.json"
+            write_json(self.folder / name, failure.to_dict())
+        return bool(found)
+
     def failure(self) -> RankFailure:
         """Why the group ended: a rank's own words, else its exit code, else the agent's."""
+        if self._cluster is not None:
+            self._hear_of_peers()
         told = [
             RankFailure.from_dict(json.loads(path.read_text()))
             for path in sorted(self.folder.glob("failure-rank*.json"))
@@ -163,6 +234,14 @@ class RankGroup:
             return root_cause([*told, *silent])
         return RankFailure.from_exit(None, self.poll() or 0, tail)
 
+    def _hear_of_peers(self) -> None:
+        """Give the other nodes a moment to tell of their ranks: the cause is chosen among all."""
+        deadline = time.monotonic() + _GRACE_S
+        while not any(self.folder.glob("failure-rank*-*.json")) and time.monotonic() < deadline:
+            self._asked = 0.0
+            self._failed_elsewhere()
+            time.sleep(0.1)
+
     def results(self) -> list[dict[str, Any]]:
         """What each local rank gave to `report`, by rank; empty for a rank that gave nothing."""
         return [self._read_json(f"result-rank{rank}.json") or {} for rank in range(self.num_ranks)]
@@ -176,6 +255,10 @@ class RankGroup:
 
     def stop(self) -> None:
         """End every process of the group, gently and then not; returns when none is left."""
+        if self._cluster is not None and self._number:
+            with contextlib.suppress(Exception):
+                self._cluster.stop(self._number)
+            self._number = 0
         deadline = time.monotonic() + _GRACE_S
         signal_all(self._processes(), signal.SIGTERM)
         while (left := self._processes()) and time.monotonic() < deadline:

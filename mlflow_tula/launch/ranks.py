@@ -29,6 +29,8 @@ from mlflow_tula.launch.failures import RankFailure
 FOLDER_VARIABLE = "TULA_LAUNCH_FOLDER"
 GROUP_VARIABLE = "TULA_LAUNCH_ID"
 PARENT_VARIABLE = "TULA_LAUNCH_PARENT"
+FOLDER_WORD = "{folder}"
+"""In a module's arguments: the folder of the node's own part of the group."""
 
 
 def rank() -> int:

@@ -20,8 +20,9 @@ from typing import Any, Self, cast
 
 from mlflow_tula.errors import InvalidInputError, StoreError
 from mlflow_tula.launch import RankFailedError, RankGroup, timeout_failure
+from mlflow_tula.launch.cluster import Cluster
 from mlflow_tula.launch.failures import RankFailure
-from mlflow_tula.launch.ranks import write_json
+from mlflow_tula.launch.ranks import FOLDER_WORD, write_json
 from mlflow_tula.probes import Probe
 from mlflow_tula.probing.settings import ProbeSettings
 from mlflow_tula.specs import Workload
@@ -50,19 +51,24 @@ class ProbeSession:
         threads_per_rank: int,
         memory_limit_bytes: int | None = None,
         whole: bool = False,
+        nodes: int = 1,
+        cluster: Cluster | None = None,
     ) -> None:
         """Describe the ranks.
 
         Args:
             job: what they train.
-            world_size: how many, all on this machine.
+            world_size: how many, as many on each node.
             device_type: `cpu` or `cuda`.
             settings: how a probe is measured.
             threads_per_rank: OpenMP threads of each.
             memory_limit_bytes: an allocation beyond it fails as out of memory on a rank.
             whole: one dataset of your own is all training data.
+            nodes: machines, this one the first of them.
+            cluster: how the others are reached, where there are several.
         """
         self.world_size = world_size
+        self._nodes, self._cluster = nodes, cluster
         self._task = {
             "job": job.to_dict(),
             "settings": settings.to_dict(),
@@ -85,14 +91,16 @@ class ProbeSession:
         """
         if self._group is None:
             self._folder = Path(tempfile.mkdtemp(prefix="tula-probes-"))
-            write_json(self._folder / "task.json", self._task)
             self._number = 0
             self._group = RankGroup(
                 "mlflow_tula.probing.worker",
-                [str(self._folder)],
-                num_ranks=self.world_size,
+                [FOLDER_WORD],
+                num_ranks=self.world_size // self._nodes,
                 threads_per_rank=self._threads,
                 folder=self._folder,
+                nodes=self._nodes,
+                cluster=self._cluster,
+                files={"task.json": json.dumps(self._task)},
             ).start()
         try:
             ready = self._await("ready.json", START_TIMEOUT_S)
