@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, cast, get_args
 
+from mlflow_tula.documents import shown
 from mlflow_tula.errors import InvalidInputError, SchemaError, UnknownNameError
 
 DeviceType = Literal["cpu", "cuda", "mps", "xpu"]
@@ -26,56 +27,85 @@ PAPER_USD_PER_GB_HOUR = 0.15
 
 _MAX_NAME = 120
 _MAX_COUNT = 10**12
+_MAX_REAL = 1e18
 
 
 def check_int(name: str, value: object, *, minimum: int = 1, maximum: int = _MAX_COUNT) -> int:
     """Return `value` as an int, or raise InvalidInputError that states the rule and the value."""
     rule = f"{name} must be a whole number of at least {minimum}"
-    if isinstance(value, bool) or value is None:
-        raise InvalidInputError(f"{rule}, not {value!r}")
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"{rule}, not {value!r}") from error
-    if not math.isfinite(number) or number != int(number):
-        raise InvalidInputError(f"{rule}, not {value!r}")
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value  # as it is: a float would round what is above 2**53
+    else:
+        real = _as_float(rule, value)
+        number = int(real)
+        if number != real:
+            raise InvalidInputError(f"{rule}, not {shown(value)}")
     if number < minimum:
-        raise InvalidInputError(f"{rule}, not {int(number)}")
+        raise InvalidInputError(f"{rule}, not {shown(number)}")
     if number > maximum:
-        raise InvalidInputError(f"{name} must be at most {maximum}, not {int(number)}")
-    return int(number)
+        raise InvalidInputError(f"{name} must be at most {maximum}, not {shown(number)}")
+    return number
 
 
-def check_real(name: str, value: object, *, minimum: float = 0.0, strict: bool = False) -> float:
-    """Return `value` as a finite float of at least (`strict`: above) `minimum`, or raise."""
+def check_real(
+    name: str,
+    value: object,
+    *,
+    minimum: float = 0.0,
+    maximum: float = _MAX_REAL,
+    strict: bool = False,
+) -> float:
+    """Return `value` as a finite float from (`strict`: above) `minimum` to `maximum`, or raise."""
     rule = f"{name} must be a finite number {'above' if strict else 'of at least'} {minimum:g}"
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"{rule}, not {value!r}") from error
-    if isinstance(value, bool) or not math.isfinite(number):
-        raise InvalidInputError(f"{rule}, not {value!r}")
+    number = _as_float(rule, value)
     if number < minimum or (strict and number == minimum):
         raise InvalidInputError(f"{rule}, not {number:g}")
+    if number > maximum:
+        raise InvalidInputError(f"{name} must be at most {maximum:g}, not {number:g}")
+    return number
+
+
+def _as_float(rule: str, value: object) -> float:
+    """A finite float, or InvalidInputError that begins with the rule."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInputError(f"{rule}, not {shown(value)}") from error
+    if isinstance(value, (bool, bytes, bytearray)) or not math.isfinite(number):
+        raise InvalidInputError(f"{rule}, not {shown(value)}")
     return number
 
 
 def check_name(name: str, value: object) -> str:
     """Return `value` as a short, printable, non-empty string, or raise."""
     if not isinstance(value, str) or not value.strip():
-        raise InvalidInputError(f"{name} must be a non-empty string, not {value!r}")
-    if len(value) > _MAX_NAME or not value.isprintable():
+        raise InvalidInputError(f"{name} must be a non-empty string, not {shown(value)}")
+    return check_text(name, value)
+
+
+def check_text(name: str, value: object, *, maximum: int = _MAX_NAME) -> str:
+    """Return `value` as a short, printable string, which may be empty, or raise."""
+    if not isinstance(value, str):
+        raise InvalidInputError(f"{name} must be a string, not {shown(value)}")
+    if len(value) > maximum or not value.isprintable():
         raise InvalidInputError(
-            f"{name} must be at most {_MAX_NAME} printable characters, not {value[:40]!r}..."
+            f"{name} must be at most {maximum} printable characters, not {value[:40]!r}..."
         )
+    return value
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return `value` as the bool that it is, or raise."""
+    if not isinstance(value, bool):
+        raise InvalidInputError(f"{name} must be true or false, not {shown(value)}")
     return value
 
 
 def check_choice(name: str, value: object, choices: object) -> None:
     """Raise UnknownNameError unless `value` is one of a Literal's strings."""
     known = get_args(choices)
-    if value not in known:
-        raise UnknownNameError(name, str(value), known)
+    if not isinstance(value, str) or value not in known:
+        raise UnknownNameError(name, value if isinstance(value, str) else shown(value), known)
 
 
 def slugify(text: str) -> str:
@@ -89,6 +119,11 @@ class Spec:
 
     __slots__ = ()
 
+    def _take_int(self, name: str, *, minimum: int = 1, maximum: int = _MAX_COUNT) -> None:
+        """Check a field that counts, and keep it as an int (of a frame it comes as a float)."""
+        number = check_int(name, getattr(self, name), minimum=minimum, maximum=maximum)
+        object.__setattr__(self, name, number)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, every field present."""
         return dataclasses.asdict(cast(Any, self))
@@ -101,7 +136,8 @@ class Spec:
         known = {field.name for field in dataclasses.fields(cast(Any, cls))}
         unknown = sorted(str(key) for key in set(data) - known)
         if unknown:
-            raise SchemaError(f"{cls.__name__} has no field {unknown[0]!r}: known {sorted(known)}")
+            wrong = f"{cls.__name__} has no field {shown(unknown[0])}: known {sorted(known)}"
+            raise SchemaError(wrong)
         try:
             return cls(**data)
         except TypeError as error:
@@ -135,10 +171,14 @@ class HardwareSpec(Spec):
         """Check every field once."""
         check_choice("device type", self.device_type, DeviceType)
         check_name("device_name", self.device_name)
-        check_int("device_memory_bytes", self.device_memory_bytes, maximum=2**60)
-        check_int("devices_per_node", self.devices_per_node)
-        check_int("cpu_cores", self.cpu_cores, minimum=0)
-        check_int("free_memory_bytes", self.free_memory_bytes, minimum=0, maximum=2**60)
+        self._take_int("device_memory_bytes", maximum=2**60)
+        self._take_int("devices_per_node", maximum=10**4)
+        self._take_int("cpu_cores", minimum=0)
+        self._take_int("free_memory_bytes", minimum=0, maximum=2**60)
+        for name in ("cpu_model", "backend", "interconnect", "matmul_precision", "torch_version"):
+            check_text(name, getattr(self, name))
+        for name in ("host_name", "driver_version"):
+            check_text(name, getattr(self, name), maximum=255)
 
     @property
     def fingerprint(self) -> str:
@@ -182,8 +222,8 @@ class ClusterSpec(Spec):
 
     def __post_init__(self) -> None:
         """Check every field once."""
-        check_int("nodes", self.nodes, maximum=10**6)
-        check_int("devices_per_node", self.devices_per_node, maximum=10**4)
+        self._take_int("nodes", maximum=10**6)
+        self._take_int("devices_per_node", maximum=10**4)
         if self.inter_node_bandwidth_bytes_per_s is not None:
             check_real(
                 "inter_node_bandwidth_bytes_per_s",
@@ -225,13 +265,16 @@ class Workload(Spec):
         """Check every field once."""
         check_name("model", self.model)
         check_name("dataset", self.dataset)
-        check_int("dataset_size", self.dataset_size)
+        self._take_int("dataset_size")
         check_choice("precision", self.precision, Precision)
         check_choice("strategy", self.strategy, Strategy)
         check_name("optimizer", self.optimizer)
+        check_text("variant", self.variant)
+        check_flag("drop_last", self.drop_last)
+        check_flag("batch_norm", self.batch_norm)
         for name in ("image_size", "num_classes", "num_parameters"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name))
+                self._take_int(name)
 
     @property
     def gradient_bytes(self) -> int | None:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from mlflow_tula.documents import check_document, read_csv, shown
 from mlflow_tula.errors import InvalidInputError, SchemaError, TableError
 from mlflow_tula.specs import (
     HardwareSpec,
     Spec,
     Workload,
     check_choice,
-    check_int,
     check_real,
 )
 
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 TABLE_SCHEMA_VERSION = 1
 MAX_ROWS = 100_000
+MIN_TIME_S, MAX_TIME_S = 1e-9, 1e9
+"""A nanosecond and 30 years: what lies beyond is no measurement, and no sum of it is one."""
+MAX_OTHER = 1e18
+MAX_REASON = 2000
 
 Status = Literal["ok", "oom", "failed"]
 LinkScope = Literal["intra_node", "inter_node"]
@@ -73,21 +77,37 @@ class Measurement(Spec):
 
     def __post_init__(self) -> None:
         """Check every field once; an `ok` row has a positive step time."""
-        for name in ("local_batch_size", "nodes", "devices_per_node", "accumulation_steps"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name)))
+        self._take_int("local_batch_size")
+        self._take_int("nodes", maximum=10**6)
+        self._take_int("devices_per_node", maximum=10**4)
+        self._take_int("accumulation_steps", maximum=10**6)
         check_choice("status", self.status, Status)
+        self._take_reason()
         if self.status == "ok" and self.step_time_s is None:
             raise InvalidInputError("step_time_s is needed in a row of status ok, and is missing")
         if self.step_time_s is not None:
-            value = check_real("step_time_s", self.step_time_s, strict=True)
-            object.__setattr__(self, "step_time_s", value)
+            object.__setattr__(self, "step_time_s", _seconds("step_time_s", self.step_time_s))
         for name in _OPTIONAL_REALS:
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, check_real(name, getattr(self, name)))
+                most = MAX_TIME_S if name.endswith("_s") else MAX_OTHER
+                checked = check_real(name, getattr(self, name), maximum=most)
+                object.__setattr__(self, name, checked)
         for name in _OPTIONAL_INTS:
             if getattr(self, name) is not None:
-                checked = check_int(name, getattr(self, name), minimum=0, maximum=2**60)
-                object.__setattr__(self, name, checked)
+                self._take_int(name, minimum=0, maximum=2**60)
+        if self.step_time_s is not None and (self.sync_time_s or 0.0) > self.step_time_s:
+            raise InvalidInputError(
+                f"sync_time_s is a part of step_time_s: it must be at most {self.step_time_s:g}, "
+                f"not {self.sync_time_s:g}; leave it out where it was not measured, and give both "
+                "in seconds"
+            )
+
+    def _take_reason(self) -> None:
+        """Whatever a crash said, as text; what is endless is cut."""
+        if not isinstance(self.reason, str):
+            raise InvalidInputError(f"reason must be a string, not {shown(self.reason)}")
+        if len(self.reason) > MAX_REASON:
+            object.__setattr__(self, "reason", self.reason[: MAX_REASON - 3] + "...")
 
     @property
     def world_size(self) -> int:
@@ -134,9 +154,10 @@ class LinkMeasurement(Spec):
     def __post_init__(self) -> None:
         """Check every field once."""
         check_choice("link scope", self.scope, LinkScope)
-        for name in ("nodes", "devices_per_node", "message_bytes"):
-            check_int(name, getattr(self, name))
-        check_real("time_s", self.time_s, strict=True)
+        self._take_int("nodes", maximum=10**6)
+        self._take_int("devices_per_node", maximum=10**4)
+        self._take_int("message_bytes")
+        object.__setattr__(self, "time_s", _seconds("time_s", self.time_s))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,15 +231,7 @@ class ProfileTable:
         cls, path: str | Path, *, workload: Workload, hardware: HardwareSpec
     ) -> ProfileTable:
         """Read a CSV with the columns of `from_frame`; errors name the file."""
-        import pandas as pd
-
-        try:
-            frame = pd.read_csv(path, skipinitialspace=True, nrows=MAX_ROWS + 1)
-        except (OSError, UnicodeDecodeError, pd.errors.ParserError) as error:
-            reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
-            raise TableError(f"cannot read {path} as CSV: {reason}") from error
-        except pd.errors.EmptyDataError as error:
-            raise TableError(f"{path} is empty; give a header and one row a batch size") from error
+        frame = read_csv(path, max_rows=MAX_ROWS)
         try:
             return cls.from_frame(frame, workload=workload, hardware=hardware)
         except TableError as error:
@@ -249,8 +262,9 @@ class ProfileTable:
         """Inverse of `to_dict`; a newer schema or another kind of document raises SchemaError."""
         check_document(data, kind="tula.profile_table", version=TABLE_SCHEMA_VERSION)
         rows, links = data.get("measurements", []), data.get("links", [])
-        if not isinstance(rows, list) or not isinstance(links, list) or len(rows) > MAX_ROWS:
-            raise SchemaError("measurements and links must be lists of at most 100,000 rows")
+        for name, found in (("measurements", rows), ("links", links)):
+            if not isinstance(found, list) or len(found) > MAX_ROWS:
+                raise SchemaError(f"{name} must be a list of at most {MAX_ROWS:,} rows")
         return cls(
             workload=Workload.from_dict(data.get("workload", {})),
             hardware=HardwareSpec.from_dict(data.get("hardware", {})),
@@ -259,20 +273,12 @@ class ProfileTable:
         )
 
 
-def check_document(data: object, *, kind: str, version: int) -> None:
-    """Raise SchemaError unless `data` is a document of this kind that this version can read."""
-    if not isinstance(data, Mapping):
-        raise SchemaError(f"a {kind} document must be a JSON object, not {type(data).__name__}")
-    if data.get("kind", kind) != kind:
-        raise SchemaError(f"expected a {kind} document, not {str(data['kind'])[:40]!r}")
-    found = data.get("schema_version")
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise SchemaError(f"a {kind} document needs a schema_version, not {found!r}")
-    if found > version:
-        raise SchemaError(
-            f"schema_version {found} of this {kind} is newer than {version}, the newest this "
-            "mlflow_tula reads: upgrade with `pip install -U mlflow-tula`"
-        )
+def _seconds(name: str, value: object) -> float:
+    """A time that passed between two readings of a clock."""
+    seconds = check_real(name, value, maximum=MAX_TIME_S, strict=True)
+    if seconds < MIN_TIME_S:
+        raise InvalidInputError(f"{name} must be at least {MIN_TIME_S:g} s, not {seconds:g}")
+    return seconds
 
 
 def is_missing(value: object) -> bool:

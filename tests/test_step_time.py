@@ -540,6 +540,10 @@ def optional(low: float, high: float):
     return st.none() | st.floats(low, high)
 
 
+def part_of(part: float | None, whole: float) -> float | None:
+    return None if part is None else min(part, whole)
+
+
 ROWS = st.lists(
     st.fixed_dictionaries(
         {
@@ -554,7 +558,7 @@ ROWS = st.lists(
             "data_time_s": optional(0, 1e5),
             "optimizer_time_s": optional(0, 1e5),
         }
-    ),
+    ).map(lambda row: row | {"sync_time_s": part_of(row["sync_time_s"], row["step_time_s"])}),
     min_size=1,
     max_size=12,
 )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from mlflow_tula.documents import check_document
 from mlflow_tula.errors import (
     ExtrapolationWarning,
     InvalidInputError,
@@ -22,7 +23,6 @@ from mlflow_tula.predictors.convergence import ConvergencePredictor
 from mlflow_tula.predictors.memory import MemoryPredictor
 from mlflow_tula.predictors.step_time import StepTimePredictor
 from mlflow_tula.specs import HardwareSpec, Pricing, Spec, Workload
-from mlflow_tula.table import check_document
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from mlflow_tula.documents import check_document
 from mlflow_tula.errors import (
     InvalidInputError,
     MayNotReachTargetWarning,
@@ -28,7 +29,6 @@ from mlflow_tula.predictors import convergence_formulas as formulas
 from mlflow_tula.predictors.convergence_forms import Form, Process, parameters
 from mlflow_tula.predictors.convergence_rows import ConvergenceRow, merge, read_rows
 from mlflow_tula.specs import check_choice, check_real
-from mlflow_tula.table import check_document
 
 if TYPE_CHECKING:
     import pandas as pd

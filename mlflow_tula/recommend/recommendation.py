@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from mlflow_tula.documents import check_document
 from mlflow_tula.errors import InvalidInputError, SchemaError
 from mlflow_tula.specs import Spec, check_choice, check_int
-from mlflow_tula.table import check_document
 
 if TYPE_CHECKING:
     import pandas as pd
