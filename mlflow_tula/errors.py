@@ -7,6 +7,7 @@
     │   └── SchemaError                     a stored file of another schema, or not ours
     ├── NotRegisteredError (LookupError)    nothing in the registry for this question: exit code 2
     ├── StoreError (OSError)                a folder, store or server does not answer: exit code 2
+    │   └── DanglingAliasError              an alias points to a version that was deleted
     └── WorkFailedError (RuntimeError)      the work began and failed: exit code 1
         ├── ProfilingError
         └── TrainingError
@@ -89,6 +90,10 @@ class StoreError(TulaError, OSError):
     """A folder, store or server that cannot be read or written."""
 
     exit_code: ClassVar[int] = 2
+
+
+class DanglingAliasError(StoreError):
+    """An alias of a registered model points to a version that was deleted."""
 
 
 class WorkFailedError(TulaError, RuntimeError):

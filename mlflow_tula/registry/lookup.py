@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
-from mlflow_tula.errors import NotRegisteredError, StoreError
+from mlflow_tula.errors import DanglingAliasError, NotRegisteredError
 from mlflow_tula.stores import masked, store_errors, store_exists
 
 _logger = logging.getLogger(__name__)
@@ -18,12 +18,22 @@ ABSENT = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
 """Error codes of a missing model or version, and of a missing alias."""
 
 
+class DanglingAliasError(StoreError):
+    """An alias that points to a version which was deleted; `version` is its number."""
+
+    def __init__(self, name: str, alias: str, version: int) -> None:
+        """Say what is wrong, and the way out."""
+        super().__init__(dangling(name, alias, version))
+        self.version = version
+
+
 def find_version(name: str, alias: str, version: int | None) -> ModelVersion:
     """The version of this number, or of this alias when the number is None.
 
     Raises:
         NotRegisteredError: there is none.
-        StoreError: the store does not answer, or the alias points to a deleted version.
+        StoreError: the store does not answer.
+        DanglingAliasError: the alias points to a deleted version.
     """
     asked = f"alias {alias!r}" if version is None else f"version {version}"
     require_store()
@@ -76,7 +86,7 @@ def dangling(name: str, alias: str, number: int) -> str:
 
 
 def _refuse_dangling(client: MlflowClient, name: str, alias: str) -> None:
-    """Raise StoreError where the alias exists and its version does not."""
+    """Raise DanglingAliasError where the alias exists and its version does not."""
     try:
         aliases = client.get_registered_model(name).aliases or {}
     except MlflowException as error:
@@ -84,4 +94,4 @@ def _refuse_dangling(client: MlflowClient, name: str, alias: str) -> None:
             raise
         return
     if alias in aliases:
-        raise StoreError(dangling(name, alias, int(aliases[alias])))
+        raise DanglingAliasError(dangling(name, alias, int(aliases[alias])))
