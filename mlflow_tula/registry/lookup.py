@@ -18,15 +18,6 @@ ABSENT = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
 """Error codes of a missing model or version, and of a missing alias."""
 
 
-class DanglingAliasError(StoreError):
-    """An alias that points to a version which was deleted; `version` is its number."""
-
-    def __init__(self, name: str, alias: str, version: int) -> None:
-        """Say what is wrong, and the way out."""
-        super().__init__(dangling(name, alias, version))
-        self.version = version
-
-
 def find_version(name: str, alias: str, version: int | None) -> ModelVersion:
     """The version of this number, or of this alias when the number is None.
 
