@@ -93,7 +93,15 @@ class StoreError(TulaError, OSError):
 
 
 class DanglingAliasError(StoreError):
-    """An alias of a registered model points to a version that was deleted."""
+    """An alias of a registered model points to a version that was deleted; `version` says which."""
+
+    def __init__(self, name: str, alias: str, version: int) -> None:
+        """Say what is wrong, and the way out."""
+        super().__init__(
+            f"the alias {alias!r} of {name} points to version {version}, which was deleted: choose "
+            f"another with `tula registry promote {name}` (the newest, or --version N)"
+        )
+        self.version = version
 
 
 class WorkFailedError(TulaError, RuntimeError):

@@ -70,10 +70,7 @@ def version_of_alias(
 
 def dangling(name: str, alias: str, number: int) -> str:
     """What is wrong with an alias of a deleted version, and the way out."""
-    return (
-        f"the alias {alias!r} of {name} points to version {number}, which was deleted: choose "
-        f"another with `tula registry promote {name}` (the newest, or --version N)"
-    )
+    return str(DanglingAliasError(name, alias, number))
 
 
 def _refuse_dangling(client: MlflowClient, name: str, alias: str) -> None:
@@ -85,4 +82,4 @@ def _refuse_dangling(client: MlflowClient, name: str, alias: str) -> None:
             raise
         return
     if alias in aliases:
-        raise DanglingAliasError(dangling(name, alias, int(aliases[alias])))
+        raise DanglingAliasError(name, alias, int(aliases[alias]))
