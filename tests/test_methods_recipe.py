@@ -35,7 +35,8 @@ def test_one_line_sets_method_step_and_warm_up_and_keeps_the_rest():
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     moved = float((model.weight.detach() - before).norm() / before.norm())
-    assert moved == pytest.approx(0.0075 * 4, rel=1e-3)  # times the root of 512 / 32
+    # times the root of 512 / 32; a first Nesterov step is 1 + m gradients long
+    assert moved == pytest.approx(0.0125 * 4 * 1.8, rel=1e-3)
 
 
 def test_the_schedule_takes_the_rate_to_zero_when_asked():
@@ -89,10 +90,32 @@ def test_settings_hold_at_the_reference_batch_too():
 
 def test_the_relative_step_is_capped_and_adam_takes_the_root():
     capped, _ = recipe(nn.Linear(2, 2), **{**BATCHES, "batch_size": 32 * 64}, warmup_epochs=0)
-    assert capped.param_groups[0]["trust_coefficient"] == pytest.approx(0.03)
+    assert capped.param_groups[0]["trust_coefficient"] == pytest.approx(0.05)
     assert capped.param_groups[1]["lr"] == pytest.approx(0.05 * 4)
     adam, _ = recipe(nn.Linear(2, 2), **BATCHES, optimizer="adamw", warmup_epochs=0)
     assert adam.param_groups[0]["lr"] == pytest.approx(0.05 * 4)
+
+
+def test_wide_matrices_step_by_the_root_of_their_shorter_side_less():
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64, 10), nn.Linear(10, 256))
+    optimizer, _ = recipe(model, **BATCHES, warmup_epochs=0)
+    *matrices, vectors = optimizer.param_groups
+    # 10 is below 16; the kernel is 64 x 27
+    assert [g["trust_coefficient"] for g in matrices] == pytest.approx(
+        [0.05, 0.05 * (16 / 27) ** 0.5]
+    )
+    assert [len(g["params"]) for g in matrices] == [2, 1]
+    assert len(vectors["params"]) == 3
+
+
+def test_nesterov_momentum_can_be_turned_off_and_needs_momentum():
+    def nesterov(**more):
+        optimizer, _ = recipe(nn.Linear(2, 2), **BATCHES, warmup_epochs=0, **more)
+        return [group["nesterov"] for group in optimizer.param_groups]
+
+    assert nesterov() == [True, True]
+    assert nesterov(nesterov=False) == [False, False]
+    assert nesterov(momentum=0.0) == [False, False]
 
 
 def test_without_an_epoch_length_warm_up_takes_200_steps():

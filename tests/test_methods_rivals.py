@@ -402,6 +402,37 @@ class TestExtrapolation:
             optimizer.step(lambda: _backward(p, lambda: p[0] ** 2 / 2))
             assert p.item() == pytest.approx(expected)
 
+    def test_each_pass_looks_ahead_by_its_own_gradient(self):
+        # f = (x^2 / 2 + x^2) / 2, lr 0.5, look-ahead 0.1, from 1:
+        # step 1: gradients 1 and 2, mean 1.5, x = 0.25
+        # step 2: at 0.25 - 0.1: 0.15; at 0.25 - 0.2: 2 * 0.05; mean 0.125, x = 0.1875
+        # step 3: at 0.1875 - 0.015: 0.1725; at 0.1875 - 0.01: 2 * 0.1775; mean 0.26375
+        p = parameter([1.0])
+        optimizer = Extrapolation(sgd(p, lr=0.5), 0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            for size in (1.0, 2.0):
+                (size * p[0] ** 2 / 2 / 2).backward()
+                optimizer.observe()
+            return p.detach()
+
+        for expected in (0.25, 0.1875, 0.1875 - 0.5 * 0.26375):
+            optimizer.step(closure)
+            assert p.item() == pytest.approx(expected)
+
+    def test_weights_come_back_when_the_closure_raises(self):
+        p = parameter([1.0])
+        optimizer = Extrapolation(sgd(p, lr=0.5), 0.1)
+        optimizer.step(lambda: _backward(p, lambda: p[0] ** 2 / 2))
+
+        def broken():
+            raise ValueError("no data")
+
+        with pytest.raises(ValueError, match="no data"):
+            optimizer.step(broken)
+        assert p.item() == 0.5
+
     def test_resumes(self):
         p = parameter([1.0])
         first = Extrapolation(sgd(p, lr=0.5, momentum=0.9), 0.1)
@@ -418,6 +449,8 @@ class TestExtrapolation:
             Extrapolation(sgd(parameter([0.0])), 0.1).step()
         with pytest.raises(InvalidInputError, match="LBFGS evaluates a closure"):
             Extrapolation(torch.optim.LBFGS([parameter([0.0])]), 0.1)
+        with pytest.raises(InvalidInputError, match="needs a DistributedDataParallel model"):
+            Extrapolation(sgd(parameter([0.0])), 0.1).attach(nn.Linear(1, 1))
 
 
 class TestAdaScale:
@@ -462,16 +495,23 @@ class TestAdaScale:
             adascale.step()
 
         p = parameter([0.0, 0.0])
-        adascale = AdaScale(sgd(p), 2, smoothing=0.5)
+        adascale = AdaScale(sgd(p), 2, smoothing=0.6)
         step(adascale, p, (3.0, 1.0))
         step(adascale, p, (2.0, 2.0))
-        # sums of shards double every moment's unit (x4): variance 8 then 0, mean 12 then 16
+        # sums of shards double every moment's unit (x4): variance 8 then 0 (cut off at 1e-6), mean
+        # 12 then 16; two steps are fewer than 1 / (1 - 0.6) = 2.5, so the plain mean
         state = adascale.scaling_state()
-        assert state["variance"] == pytest.approx(0.5 * 0.5 * 8)
-        assert state["squared_mean"] == pytest.approx(0.5 * 0.5 * 12 + 0.5 * 16)
-        again = AdaScale(sgd(p), 2, smoothing=0.5)
+        assert state["variance"] == pytest.approx(4.0, rel=1e-6)
+        assert state["squared_mean"] == pytest.approx(14.0)
+        again = AdaScale(sgd(p), 2, smoothing=0.6)
         again.load_state_dict(adascale.state_dict())
         assert again.scaling_state() == state
+        # from the third on the past weighs 0.6; shards 3, -1: variance 4 x 8, mean 4 (1 - 4)
+        step(adascale, p, (3.0, -1.0))
+        state = adascale.scaling_state()
+        assert state["variance"] == pytest.approx(0.6 * 4 + 0.4 * 32, rel=1e-6)
+        assert state["squared_mean"] == pytest.approx(0.6 * 14)
+        assert state["count"] == 3
         assert AdaScale(sgd(p), 16).smoothing == pytest.approx(0.984)
 
     def test_one_gradient_is_not_enough(self):
@@ -646,6 +686,28 @@ def moves(name, gradients, **settings):
 # shards 3 and 1: gain 1.25, average 2, as in the one-process test
 assert moves("adascale", [(3.0, 1.0)]) == [-0.25], moves("adascale", [(3.0, 1.0)])
 
+# f = a x^2 / 2 with a = 3 and 1, from 1, look-ahead 0.1 along each rank's own gradient:
+# step 1: gradients 3 and 1, mean 2, x = 0.8; step 2: 3 (0.8 - 0.3) and 0.8 - 0.1, mean 1.1
+model = linear()
+with torch.no_grad():
+    model.weight[0, 0] = 1.0
+plan = TrainingPlan(global_batch_size=2, reference_batch_size=1, steps_per_epoch=1, world_size=2)
+run = build_method("extrapolation", rule="constant", warmup_epochs=0.0).wrap(
+    torch.optim.SGD(model.parameters(), lr=0.1), plan
+)
+ddp = DDP(model)
+run.attach(ddp)
+
+def closure():
+    run.optimizer.zero_grad()
+    loss = (ddp(torch.tensor([[1.0, 0.0]]).double()) ** 2).sum() * (3.0, 1.0)[rank] / 2
+    loss.backward()
+    return loss.detach()
+
+for want in (0.8, 0.8 - 0.11):
+    run.step(closure)
+    assert abs(model.weight[0, 0].item() - want) < 1e-9, (model.weight, want)
+
 # averaged for 2 steps (mean 2), then each rank its own; weights are averaged at step 2 and then
 # every second step: (t - t0) % H == 0
 got = moves("post_local_sgd", [(3.0, 1.0)] * 5, start_epoch=2, period=2, rule="constant",
@@ -659,7 +721,7 @@ os._exit(0)  # gloo's threads now and then abort a regular exit
 
 
 @pytest.mark.slow
-def test_two_ranks_adascale_and_post_local_sgd(tmp_path):
+def test_two_ranks_adascale_extrapolation_and_post_local_sgd(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}

@@ -46,7 +46,8 @@ AUTO = "auto"
 CURVE_AT = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
 """Shares of the budget at which training loss and accuracy are recorded, besides the end."""
 LARGEST_TRAIN_EVALUATION = 5000
-ADASCALE_SHARDS = 8
+SHARDS = 8
+"""Passes that stand for the workers of AdaScale and extrapolation, as for post-local SGD's."""
 EVALUATION_BATCH = 2000
 
 
@@ -221,7 +222,7 @@ class _Training:
         if self.local is not None:
             return math.isfinite(self.local.step(inputs, labels))
         run = self.run_of
-        pieces = ADASCALE_SHARDS if run.after_backward is not None else 1
+        pieces = SHARDS if run.after_backward is not None else 1
 
         def closure() -> Tensor:
             run.optimizer.zero_grad()

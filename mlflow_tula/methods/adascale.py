@@ -9,8 +9,10 @@ Estimated from the n shards g_i a step's gradient is the mean of (ranks or accum
     v = n / (n - 1) (mean |g_i|^2 - |mean g_i|^2)        variance of one shard's gradient
     sigma^2 = v S / n;   mu^2 = |mean g_i|^2 - v / n     shards of B / n samples; n = S in the paper
 
-both averaged with weight theta = max(1 - S / 1000, 0) on the past. Own code, some lines of it:
-fairscale's is archived and adaptdl's has not been released since 2022.
+each step's estimates cut off at 1e-6 and at 0; both averaged with weight theta = max(1 - S / 1000,
+0) on the past, but by the plain mean of all steps while there are fewer than 1 / (1 - theta)
+(appendix B.3, as fairscale documents and implements it; the paper's text was not at hand). Own
+code, some lines of it: fairscale's is archived and adaptdl's has not been released since 2022.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from mlflow_tula.methods.step_scaling import (
     gradient_norm,
 )
 from mlflow_tula.methods.wrapper import parameters_with_gradients
+
+_SMALLEST_VARIANCE = 1e-6
 
 
 def adascale_gain(variance: Tensor, squared_mean: Tensor, scale: float) -> Tensor:
@@ -90,7 +94,8 @@ class AdaScale(StepScaling):
             raise InvalidInputError(f"smoothing must be below 1, not {smoothing}")
         self._averages: Tensor | None = None
         self._progress: Tensor | None = None
-        self._saved = (0.0, 0.0, 0.0)
+        self._count: Tensor | None = None
+        self._saved = (0.0, 0.0, 0.0, 0.0)
         self._last_total: list[Tensor] = []
         self._squares: list[Tensor] = []
         self._total_squares: list[Tensor] = []
@@ -137,12 +142,18 @@ class AdaScale(StepScaling):
         # shards and their total alike: the norm at hand gives the unit.
         squared_norm = norm.square()
         mean_square = shards * squares * squared_norm / total_square
-        if self._averages is None or self._progress is None:
+        if self._averages is None or self._progress is None or self._count is None:
             self._averages = torch.tensor(self._saved[:2], device=norm.device, dtype=norm.dtype)
             self._progress = torch.tensor(self._saved[2], device=norm.device, dtype=norm.dtype)
-        moments = shard_moments(mean_square, squared_norm, shards=shards, scale=self.scale)
-        averages = self.smoothing * self._averages + (1 - self.smoothing) * torch.stack(moments)
-        self._averages = torch.where(finite & averages.isfinite().all(), averages, self._averages)
+            self._count = torch.tensor(self._saved[3], device=norm.device, dtype=norm.dtype)
+        variance, mean = shard_moments(mean_square, squared_norm, shards=shards, scale=self.scale)
+        moments = torch.stack((variance.clamp(min=_SMALLEST_VARIANCE), mean.clamp(min=0)))
+        count = self._count + 1
+        past = torch.where(count < 1 / (1 - self.smoothing), (count - 1) / count, self.smoothing)
+        averages = past * self._averages + (1 - past) * moments
+        good = finite & averages.isfinite().all()
+        self._averages = torch.where(good, averages, self._averages)
+        self._count = torch.where(good, count, self._count)
         gain = adascale_gain(self._averages[0], self._averages[1], self.scale)
         gain = torch.where(finite, gain, 1.0)
         self._progress = self._progress + torch.where(finite, gain, 0.0)
@@ -155,18 +166,28 @@ class AdaScale(StepScaling):
         return float(self._progress) if self._progress is not None else self._saved[2]
 
     def scaling_state(self) -> dict[str, Any]:
-        """The two averages and tau."""
-        if self._averages is None or self._progress is None:
-            variance, squared_mean, progress = self._saved
+        """The two averages, tau, and over how many steps the averages are."""
+        if self._averages is None or self._progress is None or self._count is None:
+            variance, squared_mean, progress, count = self._saved
         else:
             variance, squared_mean = self._averages.tolist()
-            progress = float(self._progress)
-        return {"variance": variance, "squared_mean": squared_mean, "progress": progress}
+            progress, count = float(self._progress), float(self._count)
+        return {
+            "variance": variance,
+            "squared_mean": squared_mean,
+            "progress": progress,
+            "count": count,
+        }
 
     def load_scaling_state(self, state: dict[str, Any]) -> None:
         """Continue with the saved averages."""
-        self._saved = (state["variance"], state["squared_mean"], state["progress"])
-        self._averages = self._progress = None
+        self._saved = (
+            state["variance"],
+            state["squared_mean"],
+            state["progress"],
+            state.get("count", 0.0),
+        )
+        self._averages = self._progress = self._count = None
 
 
 def _observing_all_reduce(state: AdaScale, bucket: Any) -> torch.futures.Future[Tensor]:

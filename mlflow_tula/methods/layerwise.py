@@ -20,6 +20,8 @@ ratio has fixed its length, and the first one would be ten times too long.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +57,7 @@ def lars(
     weight_decay: float = 0.0,
     nesterov: bool = False,
     trust_coefficient: float = 0.001,
+    rank_limit: float | None = None,
 ) -> Optimizer:
     """LARS with scalars and vectors in a group of their own.
 
@@ -69,8 +72,14 @@ def lars(
         weight_decay: of matrices and kernels; vectors have none, as in the paper's experiments.
         nesterov: Nesterov momentum in both groups.
         trust_coefficient: eta.
+        rank_limit: eta is sqrt(rank_limit / side) times smaller for a matrix whose shorter side
+            (a kernel counts as outputs x the rest) is longer than this; None: the same for all.
+            Each such eta has a parameter group of its own.
     """
     groups = _by_dimension(parameters, learning_rate, vector_learning_rate, weight_decay)
+    if rank_limit is not None:
+        check_number("rank_limit", rank_limit, above=0)
+        groups = [*_by_rank(groups[0], trust_coefficient, rank_limit), *groups[1:]]
     if not weight_decay and supports_fused(p for group in groups for p in group["params"]):
         return FusedLars(
             groups,
@@ -131,6 +140,24 @@ def _by_dimension(
     return groups
 
 
+def _by_rank(
+    group: dict[str, Any], trust_coefficient: float, rank_limit: float
+) -> list[dict[str, Any]]:
+    """Split matrices by their trust coefficient, longest steps first.
+
+    A gradient has few directions, so a step of the same Frobenius norm has a spectral norm that,
+    next to the weights' own, grows with the root of the shorter side.
+    """
+    by_share: dict[float, list[torch.nn.Parameter]] = defaultdict(list)
+    for matrix in group["params"]:
+        side = min(len(matrix), matrix[0].numel()) if len(matrix) else 1
+        by_share[min(1.0, math.sqrt(rank_limit / max(side, 1)))].append(matrix)
+    return [
+        {**group, "params": by_share[share], "trust_coefficient": trust_coefficient * share}
+        for share in sorted(by_share, reverse=True)
+    ]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerwiseMethod:
     """LARS or LAMB in place of the given optimizer, with warm-up, and clipping where asked for.
@@ -151,6 +178,10 @@ class LayerwiseMethod:
     square root of the batch ratio (up to `cap`). In place of rate and trust coefficient."""
     trust_coefficient: float = 0.01
     """The paper's 0.001 goes with rates of 10 and more, not with a scaled rate of SGD."""
+    rank_limit: float | None = None
+    """Of LARS: see `lars`."""
+    nesterov: bool | None = None
+    """Of LARS: Nesterov's momentum, with the optimizer's own coefficient; None: as it has it."""
     warmup_epochs: float | None = None
     """None: a tenth of the training, at most 5 epochs."""
     max_norm: float | None = None
@@ -167,6 +198,8 @@ class LayerwiseMethod:
                 raise InvalidInputError(
                     "relative_step is LARS's, in place of a learning_rate: give one of the two"
                 )
+        if self.rank_limit is not None:
+            check_number("rank_limit", self.rank_limit, above=0)
 
     def wrap(self, optimizer: Optimizer, plan: TrainingPlan) -> MethodRun:
         """Replace the optimizer, keeping its parameters and settings."""
@@ -208,14 +241,17 @@ class LayerwiseMethod:
         else:
             rate = given * learning_rate_factor(self.rule, plan.ratio, cap=self.cap)
         vector_factor = learning_rate_factor(self.vector_rule, plan.ratio, cap=self.cap)
+        momentum = float(settings.get("momentum", 0.9))
+        nesterov = settings.get("nesterov", False) if self.nesterov is None else self.nesterov
         return lars(
             parameters,
             rate,
             vector_learning_rate=given * vector_factor,
-            momentum=float(settings.get("momentum", 0.9)),
+            momentum=momentum,
             weight_decay=float(settings.get("weight_decay", 0.0)),
-            nesterov=bool(settings.get("nesterov", False)),
+            nesterov=bool(nesterov) and momentum > 0,
             trust_coefficient=trust,
+            rank_limit=self.rank_limit,
         )
 
     @staticmethod

@@ -6,12 +6,14 @@
     optimizer.step(); schedule.step()              # once per optimizer step
 
 The rule is the table `RULES` below and nothing else. For SGD it is LARS without a rate to tune:
-each matrix or kernel steps by 0.75 % x sqrt(B / B0) of its own norm, at most 3 %, vectors by the
-reference rate x sqrt(B / B0), after a warm-up of a tenth of the training. It was chosen on
-validation splits (docs/accuracy-generalization.md has the test splits, every rival at its own best
-settings). It counts on a learning rate that goes down towards the end, as most schedules do: pass
-`decay="linear"`, or put your own schedule on top. At a rate that stays constant such steps are too
-long: take `method="scaling_clip"` there.
+each matrix or kernel steps by 1.25 % x sqrt(B / B0) of its own norm, at most 5 %, and by
+sqrt(16 / side) of that where its shorter side is above 16; vectors by the reference rate x
+sqrt(B / B0); after a warm-up of a tenth of the training. Momentum is Nesterov's, with your own
+coefficient (`nesterov=False` for the plain one): it damps what such long steps overshoot. All of it
+was chosen on validation splits (docs/accuracy-generalization.md has the test splits, every rival at
+its own best settings). It counts on a learning rate that goes down towards the end, as most
+schedules do: pass `decay="linear"`, or put your own schedule on top. At a rate that stays constant
+such steps are too long: take `method="scaling_clip"` there.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ RULES: tuple[RecipeRule, ...] = (
         family="sgd",
         largest_ratio=float("inf"),
         method="lars",
-        settings={"relative_step": 0.0075, "cap": 4.0},
+        settings={"relative_step": 0.0125, "cap": 4.0, "rank_limit": 16.0, "nesterov": True},
         because="best on the validation splits of three datasets, with nothing left to tune",
     ),
     RecipeRule(
