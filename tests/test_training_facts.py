@@ -159,11 +159,12 @@ def test_identity_is_what_decides_the_weights() -> None:
     same = [
         request(job=Job(model="vgg11", data_dir="elsewhere", download=True, num_workers=4)),
         request(plan=BatchPlan.of(64, source="tula.vgg11.digits version 3")),
+        request(plan=BatchPlan.of(64, accumulation_steps=2, devices_per_node=2)),
         request(limits=Limits(max_steps=5), output_dir="moved", device_type="cuda"),
     ]
     other = [
         request(job=Job(model="vgg11", seed=1)),
-        request(plan=BatchPlan.of(64, accumulation_steps=2)),
+        request(plan=BatchPlan.of(128)),
         request(epochs=11),
         request(schedule=Schedule(clip_norm=0)),
     ]

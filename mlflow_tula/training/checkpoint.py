@@ -146,6 +146,22 @@ def identity_difference(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
     return None
 
 
+def training_difference(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """`identity_difference` of two trainings: of their batch plans the global size alone counts.
+
+    How a global batch is cut among ranks and passes changes nothing that a step computes, so that
+    a training may go on with fewer ranks, or more.
+    """
+
+    def kept(identity: Mapping[str, Any]) -> dict[str, Any]:
+        plan = identity.get("plan")
+        if not isinstance(plan, Mapping):
+            return dict(identity)
+        return {**identity, "plan": {"global_batch_size": plan.get("global_batch_size")}}
+
+    return identity_difference(kept(saved), kept(wanted))
+
+
 def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 over names, types, shapes and bytes of a model's `state_dict`."""
     import torch
@@ -220,7 +236,7 @@ def _check_identity(path: Path, document: dict[str, Any], identity: Mapping[str,
             "newest this mlflow_tula reads: upgrade with `pip install -U mlflow-tula`"
         )
     wanted = json.loads(json.dumps(identity))
-    difference = identity_difference(json.loads(document["identity"]), wanted)
+    difference = training_difference(json.loads(document["identity"]), wanted)
     if difference is not None:
         raise InvalidInputError(
             f"{path} belongs to another training ({difference}): give another output folder, or "

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from mlflow_tula.batches import split_global_batch_size
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.specs import DeviceType, Spec, check_choice, check_int, check_real
+from mlflow_tula.training.plans import BatchPlan as BatchPlan
 from mlflow_tula.workloads.job import Job
 
 REQUEST_NAME = "request.json"
@@ -36,76 +36,9 @@ takes: warm-up and clip bear them. Test accuracy on digits at 0.05 against 0.01,
 seed: a small VGG 98 against 86 % (batch 512: 96 against 53), MobileNetV3-small 97 against 67,
 ResNet18 98 against 96; VGG11 learns at 0.05 too."""
 
-EventKind = Literal["started", "steps", "epoch", "checkpoint", "finished"]
+EventKind = Literal["started", "steps", "epoch", "checkpoint", "warning", "finished"]
 StopReason = Literal["completed", "target_accuracy", "max_steps", "time_limit"]
 ScalingRule = Literal["sqrt", "linear", "none"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchPlan(Spec):
-    """The decision a training run holds on to from its first step to its last, resumes included.
-
-    `source` says where it comes from (`explicit`, `tula.vgg11.digits.<hardware> version 3`); it
-    is recorded and not compared.
-    """
-
-    global_batch_size: int
-    local_batch_size: int
-    accumulation_steps: int = 1
-    nodes: int = 1
-    devices_per_node: int = 1
-    source: str = "explicit"
-
-    def __post_init__(self) -> None:
-        """Check that local x accumulation x world size is the global batch size, exactly."""
-        for name in (
-            "global_batch_size",
-            "local_batch_size",
-            "accumulation_steps",
-            "nodes",
-            "devices_per_node",
-        ):
-            object.__setattr__(self, name, check_int(name, getattr(self, name)))
-        product = self.local_batch_size * self.accumulation_steps * self.world_size
-        if product != self.global_batch_size:
-            raise InvalidInputError(
-                "global_batch_size must be local_batch_size x accumulation_steps x world size = "
-                f"{self.local_batch_size} x {self.accumulation_steps} x {self.world_size} = "
-                f"{product}, not {self.global_batch_size}"
-            )
-
-    @classmethod
-    def of(
-        cls,
-        global_batch_size: object,
-        *,
-        nodes: int = 1,
-        devices_per_node: int = 1,
-        accumulation_steps: int = 1,
-        dataset_size: int | None = None,
-        source: str = "explicit",
-    ) -> BatchPlan:
-        """Cut a global batch size; one that does not divide names the nearest that do."""
-        world_size = check_int("nodes", nodes) * check_int("devices_per_node", devices_per_node)
-        local = split_global_batch_size(
-            global_batch_size,
-            world_size=world_size,
-            accumulation_steps=accumulation_steps,
-            dataset_size=dataset_size,
-        )
-        return cls(
-            global_batch_size=local * accumulation_steps * world_size,
-            local_batch_size=local,
-            accumulation_steps=accumulation_steps,
-            nodes=nodes,
-            devices_per_node=devices_per_node,
-            source=source,
-        )
-
-    @property
-    def world_size(self) -> int:
-        """Data-parallel processes, one per device."""
-        return self.nodes * self.devices_per_node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +124,7 @@ class _Metrics:
         return {
             name: float(value)
             for name, value in values.items()
-            if value is not None and name not in ("step", "epoch")
+            if isinstance(value, int | float) and name not in ("step", "epoch")
         }
 
 
@@ -220,6 +153,8 @@ class EpochRecord(Spec, _Metrics):
     training steps alone, `evaluation_time_s` the test pass. `peak_memory_bytes` is the largest on
     a rank so far, evaluation included: reserved on CUDA, resident on a CPU. The gradient norm is
     the epoch's mean, its variability the last. `skipped_steps` are those a GradScaler refused.
+    `rank_times_s` are every rank's own seconds a step, without its wait for the others (DDP on
+    several ranks, else empty); `slowest_rank_ratio` is the largest over the median of the rest.
     """
 
     epoch: int
@@ -237,6 +172,13 @@ class EpochRecord(Spec, _Metrics):
     gradient_norm: float | None = None
     gradient_variability: float | None = None
     skipped_steps: int = 0
+    rank_times_s: tuple[float, ...] = ()
+    slowest_rank: int | None = None
+    slowest_rank_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        """Keep what comes from JSON as a tuple."""
+        object.__setattr__(self, "rank_times_s", tuple(self.rank_times_s))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,6 +191,7 @@ class TrainEvent(Spec):
     | `steps` | `steps`: the records since the last such event (buffered, about one a second) |
     | `epoch` | `record` |
     | `checkpoint` | `message`: the file |
+    | `warning` | `message`: a slow rank, another split, a restart |
     | `finished` | `message`: why it ended |
 
     `step` of `total_steps` are done, `remaining_s` more seconds are expected.
@@ -282,7 +225,9 @@ class TrainResult(Spec):
     `epochs`, `steps` and `samples` count everything since its beginning, over all resumes, and so
     does `wall_time_s` (seconds of training and evaluation; start-up and downtime are not in it).
     `epochs_to_target` is the first epoch that reached `target_accuracy`, None if none did.
-    `weights_digest` is the SHA-256 of the final weights: equal digests, equal models.
+    `weights_digest` is the SHA-256 of the final weights: equal digests, equal models. `warnings`
+    name what a person should know of: a slow rank, restarts. `rank_batch_sizes` is the last split
+    among ranks where it was uneven.
     """
 
     plan: BatchPlan
@@ -303,6 +248,9 @@ class TrainResult(Spec):
     weights_digest: str
     checkpoint_path: str
     history: tuple[EpochRecord, ...] = ()
+    rank_batch_sizes: tuple[int, ...] = ()
+    restarts: int = 0
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -311,6 +259,8 @@ class TrainResult(Spec):
         values["plan"] = BatchPlan.from_dict(values.get("plan") or {})
         rows = values.get("history") or ()
         values["history"] = tuple(EpochRecord.from_dict(row) for row in rows)
+        for name in ("rank_batch_sizes", "warnings"):
+            values[name] = tuple(values.get(name) or ())
         return super(TrainResult, cls).from_dict(values)
 
 
@@ -343,15 +293,15 @@ class TrainRequest(Spec):
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must share with a training that resumes from it, as plain JSON.
 
-        Where the data lies and how many processes load it change nothing that is computed.
+        Where the data lies, how many processes load it, and how ranks share a batch change nothing
+        that a step computes.
         """
-        job, plan = self.job.to_dict(), self.plan.to_dict()
+        job = self.job.to_dict()
         for name in ("data_dir", "download", "num_workers"):
             del job[name]
-        del plan["source"]
         return {
             "job": job,
-            "plan": plan,
+            "plan": self.plan.identity(),
             "epochs": self.epochs,
             "schedule": self.schedule.to_dict(),
         }

@@ -11,7 +11,6 @@ steps until the next such check. Losses and norms stay on the device until then.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from mlflow_tula.specs import Strategy
 from mlflow_tula.training.checkpoint import (
     CHECKPOINT_NAME,
     capture_rng,
     restore_rng,
     save_checkpoint,
-    weights_digest,
 )
 from mlflow_tula.training.facts import (
     BatchPlan,
@@ -42,8 +41,11 @@ from mlflow_tula.training.peers import Peers, StepClock, peak_memory_bytes
 from mlflow_tula.training.progress import Pending, Progress
 from mlflow_tula.training.recipe import Recipe
 from mlflow_tula.training.sharding import ShardedBatches
+from mlflow_tula.training.states import States
+from mlflow_tula.training.watch import RankWatch
 from mlflow_tula.workloads.loaders import start_epoch
 from mlflow_tula.workloads.losses import Loss, num_correct
+from mlflow_tula.workloads.parallel import GradientWait, synchronised
 
 _CHECK_INTERVAL_S = 0.5
 _MOST_STEPS_BETWEEN_CHECKS = 100
@@ -67,9 +69,16 @@ class Setup:
     batches: ShardedBatches
     train_loader: DataLoader[Any]
     test_loader: DataLoader[Any]
+    num_test_batches: int
+    strategy: Strategy = "ddp"
     autocast: torch.dtype | None = None
     description: str = ""
     stop_requested: Callable[[], bool] = lambda: False
+
+    @property
+    def times_ranks(self) -> bool:
+        """Whether a rank's own time can be told from its wait for the others (DDP alone)."""
+        return isinstance(self.replica, nn.parallel.DistributedDataParallel)
 
 
 class TrainLoop:
@@ -84,6 +93,9 @@ class TrainLoop:
         self._at = Progress()
         self._pending: list[Pending] = []
         self._clock = StepClock(peers.device)
+        self._wait = GradientWait(self._clock.now)
+        self._watch = RankWatch(setup, peers)
+        self._states = States(setup.model, setup.recipe, by_name=setup.strategy == "fsdp")
         self._until_check = 1
         self._resumed_from = 0
         self._previously_s = 0.0
@@ -96,17 +108,19 @@ class TrainLoop:
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state as if nothing had happened."""
-        self._setup.model.load_state_dict(state["model"])
-        self._setup.recipe.load_state_dict(state["recipe"])
+        self._states.load(state)
         self._at = Progress.from_dict(state["progress"])
         self._previously_s = self._at.elapsed_s
         self._resumed_from = self._at.step
-        restore_rng(state["rng"][self._peers.rank], self._peers.device)
+        self._watch.resume(state.get("plan"))
+        if self._peers.rank < len(state["rng"]):  # fewer ranks wrote it: the others begin anew
+            restore_rng(state["rng"][self._peers.rank], self._peers.device)
 
     def run(self) -> TrainResult | None:
         """Train to the end or to a limit; None where a stop was requested (and saved)."""
         self._began = self._saved = time.monotonic()
         again = f", resumed after step {self._at.step}" if self._resumed_from else ""
+        again += self._watch.cut_before
         parameters = sum(p.numel() for p in self._setup.model.parameters() if p.requires_grad)
         self._tell(
             "started", message=f"{self._setup.description}{again}", num_parameters=parameters
@@ -123,9 +137,7 @@ class TrainLoop:
     def _run_epoch(self) -> Reason | None:
         """The rest of the current epoch; the reason to stop, or None."""
         at, num_steps = self._at, self._setup.batches.steps_per_epoch
-        self._setup.batches.start(at.epoch, at.step_in_epoch)
-        start_epoch(self._setup.train_loader, at.epoch)
-        passes = iter(self._setup.train_loader)
+        passes = self._passes()
         self._setup.replica.train()
         self._clock.start()
         reason: Reason | None = None
@@ -141,12 +153,20 @@ class TrainLoop:
                 self._save()
             if leave:
                 return reason
+            if not last and self._watch.moved():
+                passes = self._passes()
         self._finish_epoch()
         reason = reason or self._limit_reached()
         due = at.epoch == self._setup.epochs or at.epoch % self._limits.checkpoint_every_epochs == 0
         if due or reason is not None:
             self._save()
         return reason
+
+    def _passes(self) -> Iterator[tuple[Any, Tensor]]:
+        """This rank's batches from here to the end of the epoch."""
+        self._setup.batches.start(self._at.epoch, self._at.step_in_epoch)
+        start_epoch(self._setup.train_loader, self._at.epoch)
+        return iter(self._setup.train_loader)
 
     def _step(self, passes: Iterator[tuple[Any, Tensor]]) -> None:
         """One optimizer step over its accumulation passes."""
@@ -159,11 +179,13 @@ class TrainLoop:
             for number, (first, end) in enumerate(share.passes, start=1):
                 inputs, labels = next(passes)
                 weight = (end - first) / share.samples
-                with self._synchronised(number == len(share.passes)):
+                last = number == len(share.passes)
+                with synchronised(self._setup.replica, last=last):
                     loss = self._forward(self._setup.replica, inputs, labels)[0]
                     # DDP averages over ranks; times their number it is the sum over all samples.
-                    scaled = recipe.scaler.scale(loss * (weight * self._peers.world_size))
-                    scaled.backward()  # type: ignore[no-untyped-call]
+                    self._backward(
+                        recipe.scaler.scale(loss * (weight * self._peers.world_size)), last=last
+                    )
                 total += loss.detach() * weight
             return total
 
@@ -189,12 +211,12 @@ class TrainLoop:
             output = model(inputs)
             return self._setup.loss(output, labels), output, labels
 
-    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients are all-reduced in the last pass of an accumulation only."""
-        replica = self._setup.replica
-        if last or not isinstance(replica, nn.parallel.DistributedDataParallel):
-            return contextlib.nullcontext()
-        return replica.no_sync()
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        """The backward pass; of the last one, how long it waits for the other ranks."""
+        watched = last and self._wait.watch(loss, self._setup.replica)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if watched and self._wait.begin is not None:
+            self._clock.add_wait(self._wait.begin, self._clock.now())
 
     def _check(self, *, force: bool) -> tuple[Reason | None, bool]:
         """Every so many steps: read the pending numbers, and agree to stop or to save."""
@@ -211,10 +233,14 @@ class TrainLoop:
                 float(self._save_is_due()),
                 float(min(max(interval, 1), _MOST_STEPS_BETWEEN_CHECKS)),
             ]
-        agreed = self._peers.sum([*parts, *wishes])
-        stop, out_of_time, save, interval_agreed = agreed[len(parts) :]
+        own = self._watch.own_times(times, self._clock.waits_s)
+        agreed = self._peers.sum([*parts, *wishes, *own])
+        stop, out_of_time, save, interval_agreed = agreed[len(parts) :][:4]
         self._until_check = int(interval_agreed)
         self._tell("steps", steps=self._at.count(pending, agreed[: len(parts)], times))
+        self._watch.take(self._at.tally, agreed[len(parts) + 4 :], len(times))
+        for text in self._watch.news():
+            self._tell("warning", message=text)
         self._clock.start()
         return ("interrupted" if stop else "time_limit" if out_of_time else None), save > 0
 
@@ -234,6 +260,9 @@ class TrainLoop:
             global_batch_size=self._setup.plan.global_batch_size,
         )
         self._tell("epoch", record=record)
+        self._watch.judge(record)
+        for text in self._watch.news():
+            self._tell("warning", message=text)
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[float, float]:
@@ -242,8 +271,10 @@ class TrainLoop:
         self._peers.share_buffers(model.buffers())
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self._peers.device)
-        for inputs, target in self._setup.test_loader:
+        for number, (inputs, target) in enumerate(self._setup.test_loader):
             loss, output, labels = self._forward(model, inputs, target)
+            if number >= self._setup.num_test_batches:
+                continue  # other ranks needed this one's part of the model
             sums[0] += loss * len(labels)
             sums[1] += num_correct(output, labels)
             sums[2] += len(labels)
@@ -254,12 +285,12 @@ class TrainLoop:
         """Write a checkpoint; every rank gives the state of its random generators."""
         self._at.elapsed_s = self._elapsed_s()
         rng = self._peers.gather(capture_rng(self._peers.device))
+        state = self._states.whole()
         if self._peers.rank == 0:
-            state = {
-                "model": self._setup.model.state_dict(),
-                "recipe": self._setup.recipe.state_dict(),
+            state |= {
                 "progress": self._at.to_dict(),
                 "rng": rng,
+                "plan": self._watch.plan.to_dict(),
             }
             path = save_checkpoint(self._setup.folder, state, identity=self._setup.identity)
             self._tell("checkpoint", message=str(path))
@@ -329,7 +360,9 @@ class TrainLoop:
             learning_rate=at.learning_rate,
             epochs_to_target=at.epochs_to_target(self._limits.target_accuracy),
             resumed_from_step=self._resumed_from,
-            weights_digest=weights_digest(self._setup.model.state_dict()),
+            weights_digest=self._states.digest(self._peers),
             checkpoint_path=str(self._setup.folder / CHECKPOINT_NAME),
             history=tuple(at.history),
+            rank_batch_sizes=self._watch.plan.rank_batch_sizes,
+            warnings=tuple(self._watch.warnings),
         )

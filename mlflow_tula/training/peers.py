@@ -6,6 +6,7 @@ With one rank nothing is sent and no process group is needed.
 from __future__ import annotations
 
 import itertools
+import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -41,6 +42,10 @@ class Peers:
         torch.distributed.all_gather_object(gathered, value)
         return gathered
 
+    def hosts(self) -> list[str]:
+        """Every rank's machine."""
+        return [str(name) for name in self.gather(socket.gethostname())]
+
     def share_buffers(self, buffers: Iterable[Tensor]) -> None:
         """Give every rank rank 0's buffers: running statistics differ between them."""
         if self.world_size > 1:
@@ -60,40 +65,55 @@ class Peers:
 class StepClock:
     """Seconds between marks: events on a CUDA stream, the monotonic clock elsewhere.
 
-    A mark on CUDA does not wait for the device; `take` does.
+    A mark on CUDA does not wait for the device; `take` does. `add_wait` notes what of the step
+    that runs was spent waiting for other ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
         """The clock stands until `start`."""
         self._cuda = device.type == "cuda"
         self._marks: list[Any] = []
+        self._waits: list[tuple[int, Any, Any]] = []
+        self.waits_s: list[float] = []
 
     def start(self) -> None:
         """Begin here; what was not taken is forgotten."""
-        self._marks = []
+        self._marks, self._waits = [], []
         self.mark()
 
     def mark(self) -> None:
         """A step ends here."""
+        self._marks.append(self.now())
+
+    def now(self) -> Any:
+        """A mark of this moment, for `add_wait`."""
         if not self._cuda:
-            self._marks.append(time.perf_counter())
-            return
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
-        self._marks.append(event)
+        return event
+
+    def add_wait(self, begin: Any, end: Any) -> None:
+        """From `begin` to `end` this rank waited for others; in the step that runs now."""
+        self._waits.append((len(self._marks) - 1, begin, end))
 
     def take(self) -> list[float]:
-        """The seconds of every step since `start`, and start again."""
+        """The seconds of every step since `start`, and start again.
+
+        `waits_s` then holds what each of them waited for other ranks.
+        """
         marks = self._marks
         if self._cuda and marks:
             marks[-1].synchronize()
-        pairs = itertools.pairwise(marks)
-        if self._cuda:
-            times = [begin.elapsed_time(end) / 1000 for begin, end in pairs]
-        else:
-            times = [end - begin for begin, end in pairs]
+        times = [self._seconds(begin, end) for begin, end in itertools.pairwise(marks)]
+        self.waits_s = [0.0] * len(times)
+        for step, begin, end in self._waits:
+            self.waits_s[step] += self._seconds(begin, end)
         self.start()
         return times
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1000 if self._cuda else float(end - begin)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

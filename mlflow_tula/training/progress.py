@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mlflow_tula.errors import TrainingError
+from mlflow_tula.launch.slow import slowest_rank
 from mlflow_tula.training.facts import EpochRecord, StepRecord
 
 
@@ -43,11 +44,19 @@ class Tally:
     skipped: int = 0
     variability: float | None = None
     step_times: list[float] = field(default_factory=list)
+    rank_times: list[list[float]] = field(default_factory=list)
+    """Every rank's own median seconds in the steps between two checks; of this split alone."""
 
     @property
     def median_step_time_s(self) -> float | None:
         """The median of this rank's steps; the first ones of a process are slow."""
         return statistics.median(self.step_times) if self.step_times else None
+
+    @property
+    def rank_times_s(self) -> tuple[float, ...]:
+        """Every rank's own seconds a step: the median over the epoch, without the first steps."""
+        rows = self.rank_times[1:] or self.rank_times
+        return tuple(statistics.median(column) for column in zip(*rows, strict=True))
 
     @property
     def mean_loss(self) -> float:
@@ -128,6 +137,7 @@ class Progress:
     ) -> EpochRecord:
         """Record the epoch and move on to the next."""
         tally = self.tally
+        slowest = slowest_rank(tally.rank_times_s)
         self.epoch, self.step_in_epoch, self.tally = self.epoch + 1, 0, Tally()
         record = EpochRecord(
             epoch=self.epoch,
@@ -145,6 +155,9 @@ class Progress:
             gradient_norm=tally.norm / tally.num_norms if tally.num_norms else None,
             gradient_variability=tally.variability,
             skipped_steps=tally.skipped,
+            rank_times_s=tally.rank_times_s,
+            slowest_rank=None if slowest is None else slowest.rank,
+            slowest_rank_ratio=None if slowest is None else slowest.ratio,
         )
         self.history.append(record)
         return record

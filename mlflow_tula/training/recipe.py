@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from mlflow_tula.gradients import next_variability
 from mlflow_tula.training.facts import BatchPlan, Schedule
+from mlflow_tula.workloads.parallel import whole
 
 VARIABILITY_SMOOTHING = 0.16
 """Weight of the newest change of the gradient norm (SelSync, arXiv 2307.07950)."""
@@ -83,7 +84,7 @@ class Recipe:
 
     def _clip(self) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).detach()
+        norm = whole(torch.nn.utils.get_total_norm(gradients).detach())
         limit = self._schedule.clip_norm
         # On a CPU a look at the norm is free, and a pass over all gradients (times 1.0) is not.
         if limit > 0 and not (norm.device.type == "cpu" and norm.item() <= limit):

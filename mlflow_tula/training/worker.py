@@ -105,7 +105,6 @@ def _join(request: TrainRequest) -> Peers:
 def set_up(request: TrainRequest, peers: Peers) -> Setup:
     """Data, model, optimizer and recipe of one rank."""
     import torch
-    from torch.nn.parallel import DistributedDataParallel
 
     from mlflow_tula.training.loop import Setup
     from mlflow_tula.training.recipe import build_recipe, shorten_batch_norm_memory
@@ -114,6 +113,7 @@ def set_up(request: TrainRequest, peers: Peers) -> Setup:
     from mlflow_tula.workloads.losses import build_loss
     from mlflow_tula.workloads.models import build_model, has_batch_norm
     from mlflow_tula.workloads.optimizers import build_optimizer
+    from mlflow_tula.workloads.parallel import replicate
 
     job, plan, device = request.job, request.plan, peers.device
     data = build_datasets(job)
@@ -129,10 +129,15 @@ def set_up(request: TrainRequest, peers: Peers) -> Setup:
     total_steps = request.epochs * batches.steps_per_epoch
     momentum = shorten_batch_norm_memory(model.modules(), total_steps)
     test = EvaluationBatches(
-        data.test_size, plan.local_batch_size, rank=peers.rank, world_size=plan.world_size
+        data.test_size,
+        plan.local_batch_size,
+        rank=peers.rank,
+        world_size=plan.world_size,
+        equal=job.strategy == "fsdp",
     )
     # After the model is built: ranks share their first weights, and not their dropout masks.
     torch.manual_seed((job.seed * _SEED_STRIDE + peers.rank) % 2**63)
+    replica = replicate(model, strategy=job.strategy, world_size=plan.world_size, device=device)
     optimizer = build_optimizer(job, (p for p in model.parameters() if p.requires_grad))
     return Setup(
         plan=plan,
@@ -141,7 +146,7 @@ def set_up(request: TrainRequest, peers: Peers) -> Setup:
         identity=request.identity(),
         folder=Path(request.output_dir),
         model=model,
-        replica=DistributedDataParallel(model) if plan.world_size > 1 else model,
+        replica=replica,
         loss=build_loss(job),
         recipe=build_recipe(
             optimizer,
@@ -154,6 +159,8 @@ def set_up(request: TrainRequest, peers: Peers) -> Setup:
         batches=batches,
         train_loader=_loader(request, data, batches),
         test_loader=_loader(request, data, test),
+        num_test_batches=test.num_real,
+        strategy=job.strategy,
         autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision),
         description=_description(request, data, device, momentum),
     )
@@ -188,10 +195,11 @@ def _description(
     plan = request.plan
     text = (
         f"{request.job.model_name} on {data.train_size} samples of {request.job.dataset_name}, "
-        f"batch {plan.global_batch_size} = {plan.local_batch_size} x {plan.accumulation_steps} x "
-        f"{plan.world_size} on {device.type} ({plan.source}), peak learning rate "
+        f"batch {plan.words} on {device.type} ({plan.source}), peak learning rate "
         f"{request.peak_learning_rate:.3g}"
     )
+    if request.job.strategy != "ddp" and plan.world_size > 1:
+        text += f", {request.job.strategy}"
     if momentum is not None:
         text += f", batch-norm momentum raised to {momentum:.3g} for a short training"
     return text
