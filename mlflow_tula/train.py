@@ -35,18 +35,18 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from mlflow_tula import errors
+from mlflow_tula.documents import check_document
 from mlflow_tula.errors import InvalidInputError, StoreError, TrainingError
 from mlflow_tula.files import read_json, write_json
 from mlflow_tula.hardware import detect
 from mlflow_tula.launch import RankFailedError, RankGroup
 from mlflow_tula.launch.failures import RankFailure
 from mlflow_tula.specs import DeviceType
-from mlflow_tula.table import check_document
 from mlflow_tula.training.checkpoint import (
     has_checkpoint,
-    identity_difference,
     remove_checkpoints,
     remove_partial,
+    training_difference,
 )
 from mlflow_tula.training.facts import (
     EVENTS_NAME,
@@ -217,7 +217,7 @@ def _settle(request: TrainRequest, folder: Path, *, resume: bool) -> None:
     if not resume:
         remove_checkpoints(folder)
     elif has_checkpoint(folder) and path.exists():
-        difference = identity_difference(_decision(path)["identity"], identity)
+        difference = training_difference(_decision(path)["identity"], identity)
         if difference is not None:
             raise InvalidInputError(
                 f"{folder} holds another training ({difference}): give another output folder, or "

@@ -81,3 +81,42 @@ def _calls_reach(number: int) -> bool:
     global _calls
     _calls += 1
     return _calls % number == 0
+
+
+class _Double(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(256, num_classes)
+        ).double()
+
+    def forward(self, images: Tensor) -> Tensor:
+        output: Tensor = self.inner(images.double())
+        return output
+
+
+def double_net(num_classes: int) -> nn.Module:
+    """In float64, without batch norm and dropout: cuts of a batch differ by rounding alone."""
+    return _Double(num_classes)
+
+
+class _SlowOnOneRank(nn.Module):
+    """Takes 2 ms a sample, and three times as much on the last rank."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        last = world > 1 and int(os.environ.get("RANK", "0")) == world - 1
+        self.seconds = 0.006 if last else 0.002
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(self.seconds * len(images))
+        output: Tensor = self.inner(images)
+        return output
+
+
+def slow_on_one_rank(num_classes: int) -> nn.Module:
+    """linear_net whose last rank takes three times as long."""
+    return _SlowOnOneRank(linear_net(num_classes))

@@ -15,6 +15,9 @@ from mlflow_tula.training.progress import Tally
 if TYPE_CHECKING:
     from mlflow_tula.training.loop import Setup
 
+_ENOUGH_CHECKS = 10
+"""Looks at the ranks' times (half a second apart) before one of them is named within an epoch."""
+
 
 class RankWatch:
     """Every rank's own step times, alike on all of them, and what follows from them."""
@@ -57,6 +60,8 @@ class RankWatch:
         if not times_s:
             return
         tally.rank_times.append(list(times_s))
+        if len(tally.rank_times) >= _ENOUGH_CHECKS:
+            self._judge(tally.rank_times_s)
         if self._balancer is None:
             return
         split = self._balancer.add(self.plan.sizes, times_s, num_steps)
@@ -68,7 +73,10 @@ class RankWatch:
 
     def judge(self, record: EpochRecord) -> None:
         """Name a rank that was slow through an epoch, once."""
-        slowest = slowest_rank(record.rank_times_s, self._hosts)
+        self._judge(record.rank_times_s)
+
+    def _judge(self, times_s: Sequence[float]) -> None:
+        slowest = slowest_rank(times_s, self._hosts)
         if slowest is not None and slowest.is_slow and slowest.rank not in self._named:
             self._named.add(slowest.rank)
             self.warnings.append(slowest.text)
