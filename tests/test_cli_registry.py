@@ -111,7 +111,9 @@ def test_promotion_passes_the_gate_or_is_forced(
     assert (code, champion(registered), document["promoted"]) == (0, 2, True)
     assert document["reason"].startswith("promoted by hand: not promoted")
     version = MlflowClient().get_model_version(registered, "2")
-    assert version.description.startswith("Promoted by hand: not promoted")
+    assert version.description.startswith("**Take global batch size ")
+    assert "\n**Gate.** Promoted by hand: not promoted" in version.description
+    assert version.description.count("**Gate.**") == 1
     assert "step time" in version.description
     assert load(registered) == load(registered, version=2)
     code, out, _ = call(capsys, "promote", NAME, "--version", "2")

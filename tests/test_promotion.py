@@ -6,7 +6,13 @@ import pytest
 
 from mlflow_tula.fit import fit
 from mlflow_tula.registry.evaluation import Evaluation
-from mlflow_tula.registry.promotion import _compared, agree, judge
+from mlflow_tula.registry.promotion import (
+    Verdict,
+    _compared,
+    agree,
+    judge,
+    validation_thresholds,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")
 
@@ -117,3 +123,49 @@ def test_coverage_and_regret_count(table, bundle):
     assert "worse in regret: step time error 5.0% against 5.0%" in verdict.reason
     assert "regret 20.0% against 0.0% of version 4" in verdict.reason
     assert _compared(fine, poor, "x").promoted
+
+
+NUMBERS = {"mape": 0.05, "memory_mape": 0.02, "coverage": 0.95, "regret": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "promoted"),
+    [
+        ({}, True),
+        ({"mape": 0.069}, True),
+        ({"mape": 0.071}, False),
+        ({"memory_mape": 0.08}, False),
+        ({"coverage": 0.86}, True),
+        ({"coverage": 0.7}, False),
+        ({"regret": 0.06}, False),
+        ({"memory_mape": None, "regret": None}, True),
+    ],
+)
+def test_the_gate_is_that_of_mlflow(change, promoted):
+    import mlflow
+    from mlflow.models import EvaluationResult
+    from mlflow.models.evaluation.validation import ModelValidationFailedException
+
+    champion = Evaluation(rows=20, memory_rows=20, **NUMBERS)
+    own = replace(champion, **change)
+    assert _compared(own, champion, "version 4").promoted is promoted
+    thresholds = validation_thresholds(champion)
+    # MLflow refuses a threshold on a metric that is not there; unknown numbers are no worse.
+    known = {name: one for name, one in thresholds.items() if name in own.metrics()}
+    result = EvaluationResult(metrics=own.metrics(), artifacts={})
+    if promoted:
+        mlflow.validate_evaluation_results(known, result)
+    else:
+        with pytest.raises(ModelValidationFailedException, match=next(iter(change))):
+            mlflow.validate_evaluation_results(known, result)
+
+
+def test_a_verdict_carries_both_evaluations_and_round_trips(table, bundle, remeasured):
+    other_table, other = remeasured(seed=1, noise=0.01)
+    verdict = judge(other, other_table, bundle, table)
+    assert verdict.held_out.rows == verdict.champion_held_out.rows > len(other_table.ok)
+    assert verdict.rows_digest not in (table.digest, other_table.digest, "")
+    assert Verdict.from_dict(verdict.to_dict()) == verdict
+    first = judge(bundle, table, None)
+    assert first.held_out.rows == len(table.ok)
+    assert (first.champion_held_out, first.rows_digest) == (None, table.digest)

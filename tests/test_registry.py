@@ -11,10 +11,10 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from mlflow_tula import registry
 from mlflow_tula.errors import InvalidInputError, NotRegisteredError, SchemaError, StoreError
 from mlflow_tula.fit import fit
-from mlflow_tula.registry import find, load, load_table, register, resolve
-from mlflow_tula.registry import registration as registry
+from mlflow_tula.registry import find, for_hardware, load, load_table, register, resolve
 from mlflow_tula.stores import ensure_experiment
 
 pytestmark = pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning")
@@ -61,7 +61,10 @@ def test_tags_carry_what_searches_need(store, table, bundle):
     if bundle.report.step_time_mape is not None:
         mape = float(version.tags["tula.step_time_mape"])
         assert mape == pytest.approx(bundle.report.step_time_mape, rel=1e-4)
-    assert version.description.startswith("Promoted: the first version")
+    lines = version.description.splitlines()
+    assert lines[0].startswith("**Take global batch size ")
+    assert "objective `knee`" in lines[0]
+    assert lines[2] == "**Gate.** Promoted: the first version, there was no champion."
     hits = MlflowClient().search_model_versions(
         f"tags.`tula.fingerprint` = '{table.hardware.fingerprint}'"
     )
@@ -74,7 +77,10 @@ def test_versions_pass_the_gate_or_stay_behind(store, table, bundle, remeasured)
     second = register(noisy, table=noisy_table)
     assert (second.version, second.promoted, second.alias) == (2, False, None)
     assert resolve(table.workload, table.hardware).version == 1
-    assert MlflowClient().get_model_version(first.name, "2").description.startswith("Not promoted")
+    assert (
+        "\n**Gate.** Not promoted: "
+        in MlflowClient().get_model_version(first.name, "2").description
+    )
     good_table, good = remeasured(seed=1, noise=0.01)
     third = register(good, table=good_table)
     assert third.promoted, third.reason
@@ -199,14 +205,16 @@ def test_a_model_that_exists_already_gets_a_version(store, table, bundle):
     assert register(bundle, table=table).version == 1
 
 
-def test_the_model_is_logged_to_the_run_that_is_given_or_active(store, table, bundle):
+def test_the_model_is_logged_to_the_run_that_is_given_or_active(store, table, bundle, remeasured):
     client = MlflowClient()
     given = client.create_run(ensure_experiment("mine")).info.run_id
+    second_table, second = remeasured(seed=1)
+    third_table, third = remeasured(seed=2)
     assert register(bundle, table=table, run_id=given).run_id == given
     assert client.get_run(given).info.status == "RUNNING"
     with mlflow.start_run(experiment_id=ensure_experiment("mine")) as active:
-        assert register(bundle, table=table).run_id == active.info.run_id
-    own = register(bundle, table=table, experiment="theirs").run_id
+        assert register(second, table=second_table).run_id == active.info.run_id
+    own = register(third, table=third_table, experiment="theirs").run_id
     for run_id in (given, own):
         made = client.get_logged_model(client.get_run(run_id).outputs.model_outputs[0].model_id)
         assert made.experiment_id == client.get_run(run_id).info.experiment_id
@@ -239,23 +247,51 @@ from mlflow_tula.fit import fit
 from mlflow_tula.registry import register
 from mlflow_tula.table import ProfileTable
 table = ProfileTable.from_dict(json.load(open(sys.argv[1])))
-print(register(fit(table), table=table).version)
+bundle = fit(table)
+print("ready", flush=True)
+sys.stdin.readline()
+print(register(bundle, table=table).version)
 """
 
 
-@pytest.mark.slow
-def test_four_processes_register_the_same_model_at_once(store, table):
-    (store.parent / "table.json").write_text(json.dumps(table.to_dict()))
-    command = [sys.executable, "-c", REGISTER, "table.json"]
-    processes = [
-        subprocess.Popen(
-            command, cwd=store.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+def register_at_once(folder: Path, tables) -> list[int]:
+    """One process a table; all wait until every one is ready to register."""
+    processes = []
+    for number, one in enumerate(tables):
+        path = folder / f"table-{number}.json"
+        path.write_text(json.dumps(one.to_dict()))
+        command = [sys.executable, "-c", REGISTER, str(path)]
+        pipe = subprocess.PIPE
+        processes.append(
+            subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         )
-        for _ in range(4)
-    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
     outs = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, outs
-    assert sorted(int(out.split()[-1]) for out, _ in outs) == [1, 2, 3, 4]
+    assert [process.returncode for process in processes] == [0] * len(processes), outs
+    return sorted(int(out.split()[-1]) for out, _ in outs)
+
+
+@pytest.mark.slow
+def test_four_processes_register_the_same_model_at_once(store, table, remeasured):
+    tables = [remeasured(seed=seed, noise=0.01)[0] for seed in range(4)]
+    assert register_at_once(store.parent, tables) == [1, 2, 3, 4]
+    champion = resolve(table.workload, table.hardware)
+    assert champion.promoted
+    found = MlflowClient().search_model_versions(f"name = '{champion.name}'")
+    assert len({one.tags["tula.table_digest"] for one in found}) == 4
+    assert all(load(champion.name, version=int(one.version)) for one in found)
+    runs = mlflow.search_runs(experiment_names=["tula"])
+    assert list(runs["status"]) == ["FINISHED"] * 4
+
+
+@pytest.mark.slow
+def test_two_processes_register_the_very_same_bundle_at_once(store, table):
+    # Both look before either has written: two versions of equal content, or one; never an error.
+    assert register_at_once(store.parent, [table, table]) in ([1, 1], [1, 2])
     assert resolve(table.workload, table.hardware).promoted
 
 
@@ -265,5 +301,81 @@ def test_the_registry_does_not_import_torch():
 
 
 def test_the_public_names():
-    for name in ("register", "load", "find", "resolve", "load_table", "RegisteredPredictor"):
-        assert getattr(registry, name).__doc__
+    for name in registry.__all__:
+        assert name == "CHAMPION" or getattr(registry, name).__doc__
+
+
+def test_the_very_same_bundle_is_registered_once(store, table, bundle, remeasured):
+    first = register(bundle, table=table)
+    again = register(bundle, table=table)
+    assert (again.version, again.added, again.promoted, again.alias) == (1, False, True, "champion")
+    assert again.reason == "registered already: version 1 holds this very bundle"
+    assert len(MlflowClient().search_model_versions(f"name = '{first.name}'")) == 1
+    noisy_table, noisy = remeasured(seed=3, noise=0.5)
+    assert register(noisy, table=noisy_table).added
+    behind = register(noisy, table=noisy_table)
+    assert (behind.version, behind.added, behind.promoted, behind.alias) == (2, False, False, None)
+    assert "is no champion (not promoted" in behind.reason
+    MlflowClient().delete_registered_model_alias(first.name, "champion")
+    assert register(bundle, table=table).promoted
+    assert resolve(table.workload, table.hardware).version == 1
+
+
+def test_the_numbers_stand_on_the_logged_model_with_their_dataset(store, table, bundle, remeasured):
+    client = MlflowClient()
+    first = register(bundle, table=table)
+    other_table, other = remeasured(seed=1, noise=0.01)
+    second = register(other, table=other_table)
+    for registered, own in ((first, table), (second, other_table)):
+        made = client.get_run(registered.run_id)
+        inputs = {one.tags[0].value: one.dataset for one in made.inputs.dataset_inputs}
+        assert (inputs["profile"].name, inputs["profile"].digest) == (
+            own.workload.slug,
+            own.digest,
+        )
+        model = client.get_logged_model(made.outputs.model_outputs[0].model_id)
+        metrics = {one.key: one for one in model.metrics}
+        fitted = metrics["fit/step_time_mape"]
+        assert (fitted.dataset_name, fitted.dataset_digest) == (own.workload.slug, own.digest)
+        assert metrics["held_out/mape"].value < 0.2
+        assert metrics["held_out/mape"].dataset_digest == inputs["gate"].digest
+        assert {"held_out/coverage", "held_out/regret"} <= set(metrics)
+        assert made.data.metrics["held_out/rows"] == metrics["held_out/rows"].value
+    assert inputs["gate"].digest not in (table.digest, other_table.digest)
+
+
+def test_a_champion_that_was_deleted_is_named_and_replaced(store, table, bundle, remeasured):
+    import sqlite3
+    from contextlib import closing
+
+    registered = register(bundle, table=table)
+    with closing(sqlite3.connect(store)) as database:
+        database.execute("UPDATE registered_model_aliases SET version = 17")
+        database.commit()
+    with pytest.raises(StoreError, match=r"points to version 17, which was deleted: .*promote"):
+        load(registered.name)
+    other_table, other = remeasured(seed=1, noise=0.01)
+    again = register(other, table=other_table)
+    assert again.promoted
+    assert again.reason.endswith("champion points to version 17, which was deleted")
+    assert load(registered.name) == other
+
+
+def test_hardware_is_known_by_slug_fingerprint_name_or_part(store, table, bundle):
+    register(bundle, table=table)
+    tesla = replace(table.hardware, device_name="Tesla T4", device_type="cuda")
+    other = replace(table, hardware=tesla)
+    name = register(fit(other), table=other).name
+    for words in (tesla.slug, tesla.fingerprint, "Tesla T4", "tesla t4", "T4"):
+        assert for_hardware("vgg11.digits", words).name == name
+    with pytest.raises(
+        NotRegisteredError, match=rf"'A100'; registered: .*{tesla.slug} \(Tesla T4\)"
+    ):
+        for_hardware("vgg11.digits", "A100")
+    with pytest.raises(NotRegisteredError, match="registered: nothing for this workload"):
+        for_hardware("resnet18.digits", "T4")
+    double = replace(other, hardware=replace(tesla, devices_per_node=8))
+    register(fit(double), table=double)
+    with pytest.raises(InvalidInputError, match=r"could be any of .* name one by its slug"):
+        for_hardware("vgg11.digits", "Tesla T4")
+    assert for_hardware("vgg11.digits", tesla.slug).name == name

@@ -45,7 +45,7 @@ NAMES = {
 
 CONFIG = {
     "workload": "model/dataset, as `tula registry list` shows it",
-    "hardware": "hardware slug; this machine",
+    "hardware": "hardware slug or the device's name; this machine",
     "alias": "alias of the registered version; champion",
     "objective": "knee, min_time, min_cost, min_time_to_target or min_cost_to_target",
     "epochs": "length of the run",
@@ -157,15 +157,11 @@ def _registered(
 ) -> RegisteredPredictor:
     """The registered predictor to ask."""
     from mlflow_tula import registry
-    from mlflow_tula.errors import NotRegisteredError
 
     wanted = config.get("hardware")
     if wanted is None:
         return registry.resolve(slug, hardware, alias=str(config.get("alias", registry.CHAMPION)))
-    for one in registry.find(slug):
-        if wanted in (one.hardware_slug, one.fingerprint):
-            return one
-    raise NotRegisteredError(f"nothing is registered for {slug} on hardware {wanted!r}")
+    return registry.for_hardware(slug, str(wanted))
 
 
 def _recommend(

@@ -6,6 +6,7 @@ the folder where the store is local, without importing a flavor or building a mo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from mlflow.models.signature import ModelSignature
 from mlflow.types.schema import ColSpec, ParamSchema, ParamSpec, Schema, TensorSpec
 
 from mlflow_tula import predictors
+from mlflow_tula.documents import MAX_JSON_BYTES, parse_json, read_bytes
 from mlflow_tula.errors import SchemaError, StoreError
 from mlflow_tula.predictors.bundle import BUNDLE_SCHEMA_VERSION, PredictorBundle
 from mlflow_tula.registry.promotion import Verdict
@@ -34,6 +36,7 @@ from mlflow_tula.table import ProfileTable
 MODEL_NAME = "predictor"
 BUNDLE_FILE = "bundle.json"
 TABLE_FILE = "table.json"
+DIGEST_TAG = "tula.bundle_digest"
 _TYPES = {"int64": "long", "float64": "double", "bool": "boolean"}
 
 
@@ -140,35 +143,32 @@ def read_json(model_uri: str, name: str) -> dict[str, Any]:
 
     Raises:
         StoreError: the file is gone or cannot be fetched.
-        SchemaError: it is not a JSON object.
+        SchemaError: it is no JSON object within the limits of documents.py.
     """
     try:
-        text = _read_text(model_uri, f"artifacts/{name}")
+        content = _read_bytes(model_uri, f"artifacts/{name}")
     except (OSError, mlflow.exceptions.MlflowException) as error:
         reason = (masked(error).splitlines() or [type(error).__name__])[0]
         raise StoreError(
             f"cannot read {name} of the registered model at {masked(model_uri)}: {reason}; "
             "profile and register it again"
         ) from error
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise SchemaError(f"{name} of the registered model is not JSON: {error}") from error
+    data = parse_json(content, f"{name} of the registered model")
     if not isinstance(data, dict):
         raise SchemaError(f"{name} of the registered model must be a JSON object")
     return data
 
 
-def _read_text(model_uri: str, path: str) -> str:
-    """The file's text: read in place from a local folder, downloaded from elsewhere."""
+def _read_bytes(model_uri: str, path: str) -> bytes:
+    """What the file holds: read in place from a local folder, downloaded from elsewhere."""
     parts = urlsplit(model_uri)
     if parts.scheme in {"", "file"}:
-        return (Path(unquote(parts.path)) / path).read_text(encoding="utf-8")
+        return read_bytes(Path(unquote(parts.path)) / path, MAX_JSON_BYTES)
     with tempfile.TemporaryDirectory(prefix="tula-") as scratch:
         fetched = mlflow.artifacts.download_artifacts(
             artifact_uri=f"{model_uri.rstrip('/')}/{path}", dst_path=scratch
         )
-        return Path(fetched).read_text(encoding="utf-8")
+        return read_bytes(fetched, MAX_JSON_BYTES)
 
 
 def model_tags(workload: Workload, hardware: HardwareSpec) -> dict[str, str]:
@@ -194,6 +194,7 @@ def version_tags(bundle: PredictorBundle, table: ProfileTable, verdict: Verdict)
         **model_tags(bundle.workload, bundle.hardware),
         "tula.schema_version": str(BUNDLE_SCHEMA_VERSION),
         "tula.table_digest": table.digest,
+        DIGEST_TAG: bundle_digest(bundle),
         "tula.gate": "promoted" if verdict.promoted else "kept",
         "tula.gate_reason": verdict.reason[:500],
     }
@@ -203,14 +204,9 @@ def version_tags(bundle: PredictorBundle, table: ProfileTable, verdict: Verdict)
     return tags
 
 
-def version_description(bundle: PredictorBundle, table: ProfileTable, verdict: Verdict) -> str:
-    """Markdown: the gate's word first, then how the fit was made."""
-    facts = "\n".join(f"- {line}" for line in str(bundle.report).splitlines())
-    sizes = sorted({row.local_batch_size for row in table.ok})
-    return (
-        f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.\n\n{facts}\n"
-        f"- table {table.digest}: local batch sizes {', '.join(map(str, sizes))}"
-    )
+def bundle_digest(bundle: PredictorBundle) -> str:
+    """The same for the same predictors: of what `bundle.json` holds."""
+    return hashlib.sha256(_dumped(bundle.to_dict()).encode()).hexdigest()[:16]
 
 
 def _dumped(document: dict[str, Any]) -> str:

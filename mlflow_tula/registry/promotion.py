@@ -15,10 +15,12 @@ so that noise alone does not freeze an old champion.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import TYPE_CHECKING, Any, Self
 
 from mlflow_tula.errors import TableError, TulaWarning
 from mlflow_tula.fit import fit
@@ -32,6 +34,9 @@ from mlflow_tula.registry.evaluation import (
 )
 from mlflow_tula.specs import Spec
 from mlflow_tula.table import Measurement, ProfileTable
+
+if TYPE_CHECKING:
+    from mlflow.models import MetricThreshold
 
 TOLERANCE = {"mape": 0.02, "memory_mape": 0.05, "regret": 0.05}
 """Fractions by which a number may exceed the champion's. On public tables two measurements of one
@@ -55,12 +60,36 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict(Spec):
-    """Whether to promote, why in one sentence, and the step-time errors (fractions) it rests on."""
+    """Whether to promote, why in one sentence, and what that rests on.
+
+    `held_out` and `champion_held_out` are the two evaluations on configurations that were left out
+    of both fits, `rows_digest` names their rows: the digest of the table, or of both tables.
+    """
 
     promoted: bool
     reason: str
-    step_time_error: float | None = None
-    champion_step_time_error: float | None = None
+    held_out: Evaluation | None = None
+    champion_held_out: Evaluation | None = None
+    rows_digest: str = ""
+
+    @property
+    def step_time_error(self) -> float | None:
+        """Mean absolute error of the step times left out, a fraction."""
+        return None if self.held_out is None else self.held_out.mape
+
+    @property
+    def champion_step_time_error(self) -> float | None:
+        """The champion's, on the same rows."""
+        return None if self.champion_held_out is None else self.champion_held_out.mape
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`."""
+        values = dict(data)
+        for name in ("held_out", "champion_held_out"):
+            if values.get(name) is not None:
+                values[name] = Evaluation.from_dict(values[name])
+        return super(Verdict, cls).from_dict(values)
 
 
 def judge(
@@ -81,7 +110,12 @@ def judge(
         champion_name: what to call it in the reason.
     """
     if champion is None:
-        return Verdict(promoted=True, reason="promoted: the first version, there was no champion")
+        reason = "promoted: the first version, there was no champion"
+        alone = _left_out(table, None, None)
+        held_out = None if alone is None else alone[0]
+        return Verdict(
+            promoted=True, reason=reason, held_out=held_out, rows_digest=_digest(table, None)
+        )
     if bundle.memory is None and champion.memory is not None:
         text = f"it has no memory measurements, {champion_name} has"
         return Verdict(promoted=False, reason=f"not promoted: {text}")
@@ -94,7 +128,8 @@ def judge(
     if left_out is None:
         text = f"too few batch sizes to check it against {champion_name}"
         return Verdict(promoted=False, reason=f"not promoted: {text}")
-    return _compared(*left_out, champion_name)
+    verdict = _compared(*left_out, champion_name)
+    return replace(verdict, rows_digest=_digest(table, champion_table))
 
 
 def _compared(own: Evaluation, theirs: Evaluation, champion_name: str) -> Verdict:
@@ -111,8 +146,8 @@ def _compared(own: Evaluation, theirs: Evaluation, champion_name: str) -> Verdic
     return Verdict(
         promoted=not worse,
         reason=f"{'not promoted' if worse else 'promoted'}: {text}",
-        step_time_error=own.mape,
-        champion_step_time_error=theirs.mape,
+        held_out=own,
+        champion_held_out=theirs,
     )
 
 
@@ -121,23 +156,54 @@ def _against(own: Evaluation, theirs: Evaluation, name: str) -> str:
     return f"{_NAMES[name]} {getattr(own, name):.1%} against {getattr(theirs, name):.1%}"
 
 
-def _is_worse(own: Evaluation, theirs: Evaluation, name: str) -> bool:
-    """Whether a number is worse than the champion's by more than is allowed; unknown ones are not.
+def limits(champion: Evaluation) -> dict[str, tuple[float, bool]]:
+    """What a new version must reach to be no worse: metric -> (limit, whether more is better).
 
-    A few rows are a coarse measure of coverage: one row more or less says nothing.
+    Coverage may be what was promised, or the champion's less one row of a few: one row more or
+    less says nothing. What is not known of the champion has no limit.
     """
-    mine, other = getattr(own, name), getattr(theirs, name)
-    if mine is None or other is None:
+    found = {
+        name: (getattr(champion, name) + allowed, False)
+        for name, allowed in TOLERANCE.items()
+        if getattr(champion, name) is not None
+    }
+    if champion.coverage is not None and champion.rows:
+        least = min(COVERAGE_PROMISED, champion.coverage - 1.5 / champion.rows)
+        found["coverage"] = (least, True)
+    return found
+
+
+def validation_thresholds(champion: Evaluation) -> dict[str, MetricThreshold]:
+    """The same limits for `mlflow.validate_evaluation_results`.
+
+    Example:
+        result = mlflow.models.evaluate(uri, frame, model_type="tula", evaluators="tula")
+        mlflow.validate_evaluation_results(validation_thresholds(champion), result)
+    """
+    from mlflow.models import MetricThreshold
+
+    return {
+        name: MetricThreshold(threshold=limit, greater_is_better=more)
+        for name, (limit, more) in limits(champion).items()
+    }
+
+
+def _is_worse(own: Evaluation, theirs: Evaluation, name: str) -> bool:
+    """Whether a number is worse than the champion's beyond its limit; unknown ones are not."""
+    mine, known = getattr(own, name), limits(theirs).get(name)
+    if mine is None or known is None:
         return False
-    if name == "coverage":
-        return bool(mine < COVERAGE_PROMISED and (other - mine) * own.rows > 1.5)
-    return bool(mine > other + TOLERANCE[name])
+    limit, more_is_better = known
+    return bool(mine < limit if more_is_better else mine > limit)
 
 
 def _left_out(
-    table: ProfileTable, champion_table: ProfileTable | None, champion: PredictorBundle
+    table: ProfileTable, champion_table: ProfileTable | None, champion: PredictorBundle | None
 ) -> tuple[Evaluation, Evaluation] | None:
-    """Both on configurations that neither fit has seen; None where there is nothing to compare."""
+    """Both on configurations that neither fit has seen; None where there is nothing to compare.
+
+    Without a champion the new fit is compared with itself.
+    """
     import pandas as pd
 
     if len({_configuration(row) for row in table.ok}) < 2:
@@ -151,7 +217,7 @@ def _left_out(
         unseen = set(configurations[start::_MAX_FOLDS])
         own = _refit(table, unseen)
         if champion_table is None:
-            other: PredictorBundle | None = champion
+            other = own if champion is None else champion
         else:
             other = own if champion_table == table else _refit(champion_table, unseen)
         # Only where both can answer: otherwise the harder questions would count for one alone.
@@ -165,6 +231,13 @@ def _left_out(
         return None
     measured, first, second = (pd.concat(one, ignore_index=True) for one in (asked, mine, theirs))
     return evaluate(first, measured), evaluate(second, measured)
+
+
+def _digest(table: ProfileTable, champion_table: ProfileTable | None) -> str:
+    """Names the rows of `_left_out`."""
+    if champion_table is None or champion_table == table or not agree(table, champion_table):
+        return table.digest
+    return hashlib.sha256(f"{table.digest}+{champion_table.digest}".encode()).hexdigest()[:16]
 
 
 def agree(table: ProfileTable, other: ProfileTable) -> bool:

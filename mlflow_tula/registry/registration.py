@@ -1,39 +1,53 @@
-"""Bundle <-> registered model version: register, load, find, resolve.
+"""Writing to the registry: a bundle becomes a version, and the gate decides on the alias.
 
 One registered model is one (workload, hardware) pair, `tula.<model>.<dataset>.<hardware slug>`;
 its versions are interchangeable fits of the same thing. Readers never see half a registration: the
 model is logged to its run first, the version is created last, and the alias `champion` moves last
-of all, if the gate (promotion.py) lets it.
+of all, if the gate (promotion.py) lets it. The very same bundle is registered once: a second time
+gives the version that is there.
 """
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import mlflow
 from mlflow import MlflowClient
-from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
-from mlflow_tula.errors import InvalidInputError, NotRegisteredError, SchemaError, StoreError
+from mlflow_tula.errors import (
+    DanglingAliasError,
+    InvalidInputError,
+    NotRegisteredError,
+    SchemaError,
+    StoreError,
+    TulaError,
+)
 from mlflow_tula.predictors.bundle import PredictorBundle
-from mlflow_tula.registry.lookup import find_version, version_of_alias
+from mlflow_tula.recommend import Recommendation, recommend
+from mlflow_tula.registry.finding import (
+    CHAMPION,
+    RegisteredPredictor,
+    from_version,
+    read_document,
+)
+from mlflow_tula.registry.lookup import find_version
+from mlflow_tula.registry.measurements import log_evidence
 from mlflow_tula.registry.model_files import (
     BUNDLE_FILE,
+    DIGEST_TAG,
     TABLE_FILE,
+    bundle_digest,
     log_predictor,
     model_tags,
-    read_json,
-    version_description,
     version_tags,
 )
 from mlflow_tula.registry.promotion import Verdict, judge
-from mlflow_tula.specs import HardwareSpec, Spec, Workload, slugify
+from mlflow_tula.registry.words import version_description
+from mlflow_tula.specs import ClusterSpec
 from mlflow_tula.stores import (
     check_store,
     ensure_experiment,
@@ -45,42 +59,7 @@ from mlflow_tula.table import ProfileTable
 
 _logger = logging.getLogger(__name__)
 
-CHAMPION = "champion"
 _MAX_NAME = 250
-_SHOWN = 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RegisteredPredictor(Spec):
-    """One registered version: where it is, what it is for, and what the gate said.
-
-    `alias` is "champion" where this version is the champion; `step_time_mape` is the leave-one-out
-    error as a fraction.
-    """
-
-    name: str
-    version: int
-    alias: str | None = None
-    promoted: bool = False
-    reason: str = ""
-    workload_slug: str = ""
-    hardware_slug: str = ""
-    fingerprint: str = ""
-    device_name: str = ""
-    table_digest: str = ""
-    step_time_mape: float | None = None
-    memory_mape: float | None = None
-    run_id: str | None = None
-
-    @property
-    def uri(self) -> str:
-        """What `mlflow.pyfunc.load_model` takes."""
-        return f"models:/{self.name}@{self.alias}" if self.alias else self.version_uri
-
-    @property
-    def version_uri(self) -> str:
-        """The same for exactly this version."""
-        return f"models:/{self.name}/{self.version}"
 
 
 def register(
@@ -89,14 +68,20 @@ def register(
     table: ProfileTable,
     run_id: str | None = None,
     experiment: str | None = None,
+    recommendation: Recommendation | None = None,
 ) -> RegisteredPredictor:
     """Register a bundle as one version; champion if it is no worse than the present one.
+
+    The very same bundle is not registered twice: the version that holds it comes back, with
+    `added` false, and is given the alias only where nobody has it.
 
     Args:
         bundle: what `fit(table)` gave.
         table: the measurements it was fitted to; stored with it and used by the gate.
         run_id: the run to log the model to; the active run, or one of its own, when None.
         experiment: where a run of its own is made; `tula` when None.
+        recommendation: what the version recommends, for the first line of its description; that
+            of the default objective on the measured numbers of devices when None.
 
     Raises:
         InvalidInputError: `table` is not what the bundle was fitted to.
@@ -105,11 +90,16 @@ def register(
     _check_pair(bundle, table)
     check_store()
     name = _checked_name(bundle.workload.registered_name(bundle.hardware))
+    known = registered_already(bundle)
+    if known is not None:
+        return known
     verdict = _judge_against_champion(name, bundle, table)
+    choice = recommendation or default_recommendation(bundle)
     action = f"register {name}"
     with _run_for(run_id, experiment, bundle) as target, store_errors(action), quiet_mlflow():
         info = log_predictor(bundle, table, run_id=target)
         client = MlflowClient()
+        log_evidence(client, target, info.model_id, bundle, table, verdict)
         created = _ensure_registered_model(client, name, bundle)
         try:
             version = client.create_model_version(
@@ -117,7 +107,7 @@ def register(
                 source=info.model_uri,
                 run_id=target,
                 tags=version_tags(bundle, table, verdict),
-                description=version_description(bundle, table, verdict),
+                description=version_description(bundle, table, verdict, choice),
                 model_id=info.model_id,
             )
         except Exception:
@@ -126,129 +116,53 @@ def register(
             raise
         if verdict.promoted:
             client.set_registered_model_alias(name, CHAMPION, version.version)
-    return _from_version(
+    return from_version(
         client.get_model_version(name, version.version),
         alias=CHAMPION if verdict.promoted else None,
     )
 
 
-def load(name: str, alias: str = CHAMPION, *, version: int | None = None) -> PredictorBundle:
-    """The bundle of a registered version.
-
-    Args:
-        name: the registered model, `tula.<model>.<dataset>.<hardware>`.
-        alias: which version, by alias.
-        version: which version, by number, in place of the alias.
-
-    Raises:
-        NotRegisteredError: no such model, version or alias.
-        SchemaError: the stored bundle is of a newer schema, or not ours.
-        StoreError: the store does not answer, or its file is gone.
-    """
-    found = find_version(name, alias, version)
+def default_recommendation(bundle: PredictorBundle) -> Recommendation | None:
+    """The knee on the numbers of devices that were measured; None where nothing can be chosen."""
+    most = bundle.hardware.devices_per_node
+    counts = {world for _, world in bundle.probed.ok if world <= most}
+    clusters = [ClusterSpec(devices_per_node=count) for count in sorted(counts or {1})]
     try:
-        return PredictorBundle.from_dict(_read_json(found, BUNDLE_FILE))
-    except SchemaError as error:
-        raise SchemaError(f"{name} version {found.version}: {error}") from error
+        return recommend(bundle, cluster=clusters)
+    except TulaError as error:
+        _logger.info("no recommendation for the description: %s", error)
+        return None
 
 
-def load_table(name: str, alias: str = CHAMPION, *, version: int | None = None) -> ProfileTable:
-    """The measurements that a registered version was fitted to; raises as `load` does."""
-    found = find_version(name, alias, version)
-    try:
-        return ProfileTable.from_dict(_read_json(found, TABLE_FILE))
-    except SchemaError as error:
-        raise SchemaError(f"{name} version {found.version}: {error}") from error
+def registered_already(bundle: PredictorBundle) -> RegisteredPredictor | None:
+    """The version that holds this very bundle; it is given the alias where nobody has it."""
+    name = _checked_name(bundle.workload.registered_name(bundle.hardware))
+    with store_errors(f"register {name}"), quiet_mlflow():
+        return _same_bundle(name, bundle) if store_exists() else None
 
 
-def find(
-    workload_slug: str | None = None, hardware: HardwareSpec | str | None = None
-) -> list[RegisteredPredictor]:
-    """What is registered: of each model its champion, or its newest version without one.
-
-    Args:
-        workload_slug: `<model>.<dataset>` only; every workload when None.
-        hardware: only this hardware, or its slug; all when None.
-    """
-    if not store_exists():
-        return []
-    conditions = []
-    if workload_slug is not None:
-        conditions.append(f"tags.`tula.workload` = '{_harmless(workload_slug)}'")
-    if hardware is not None:
-        slug = hardware if isinstance(hardware, str) else hardware.slug
-        conditions.append(f"tags.`tula.hardware` = '{_harmless(slug)}'")
-    if not conditions:
-        conditions = ["name LIKE 'tula.%'"]
-    with store_errors("search the registry"):
-        client, token = MlflowClient(), None
-        models: list[RegisteredModel] = []
-        while token is not None or not models:
-            page = client.search_registered_models(" AND ".join(conditions), page_token=token)
-            models += page
-            token = page.token
-            if not token:
-                break
-        shown = [_best_version(client, model) for model in models]
-    # Others may register models of their own under `tula.`: they predict no workload.
-    found = [one for one in shown if one is not None and one.workload_slug]
-    return sorted(found, key=lambda one: one.name)
-
-
-def resolve(
-    workload: Workload | str,
-    hardware: HardwareSpec,
-    *,
-    alias: str = CHAMPION,
-    profile_with: str | None = None,
-) -> RegisteredPredictor:
-    """The registered predictor of this workload on this hardware.
-
-    Args:
-        workload: the workload, or its slug `<model>.<dataset>`.
-        hardware: this machine, as `mlflow_tula.hardware.detect()` sees it.
-        alias: which version.
-        profile_with: the command that profiles it, for the message; None guesses it.
-
-    Raises:
-        NotRegisteredError: nothing is registered; names the command that profiles, and what is
-            registered for other hardware.
-    """
-    slug = workload if isinstance(workload, str) else workload.slug
-    name = f"tula.{slug}.{hardware.slug}"
-    try:
-        return _from_version(find_version(name, alias, None), alias=alias)
-    except NotRegisteredError as error:
-        if find(slug, hardware):
-            raise  # it is registered, only not under this alias
-        text = _nothing_registered(slug, hardware, profile_with)
-        raise NotRegisteredError(text) from error
-
-
-def _nothing_registered(slug: str, hardware: HardwareSpec, profile_with: str | None) -> str:
-    """What is missing, the command that makes it, and what there is instead."""
-    model, _, dataset = slug.partition(".")
-    option = "" if dataset in {"", "digits"} else f" --dataset {dataset}"
-    text = (
-        f"nothing is registered for {slug} on this hardware ({hardware.slug}): profile it with "
-        f"`{profile_with or f'tula main --model {model}{option}'}`"
-    )
-    elsewhere = [one.hardware_slug for one in find(slug) if one.hardware_slug != hardware.slug]
-    if elsewhere:
-        return f"{text}; {slug} is registered for other hardware: {_listed(elsewhere)}"
-    others = [one.workload_slug for one in find(hardware=hardware)]
-    if others:
-        near = difflib.get_close_matches(slug, others, n=1, cutoff=0.7)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        return f"{text}; on this hardware there is {_listed(others)}{hint}"
-    rest = [one.name for one in find()]
-    return f"{text}; registered for others: {_listed(rest) if rest else 'nothing yet'}"
-
-
-def _listed(names: list[str]) -> str:
-    """A few names, and how many more."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(sorted(names)[:_SHOWN]) + more
+def _same_bundle(name: str, bundle: PredictorBundle) -> RegisteredPredictor | None:
+    """As `registered_already`, of versions whose files can be read."""
+    client = MlflowClient()
+    condition = f"name = '{name}' AND tags.`{DIGEST_TAG}` = '{bundle_digest(bundle)}'"
+    for version in client.search_model_versions(condition):
+        try:
+            if read_document(version, BUNDLE_FILE) != bundle.to_dict():
+                continue
+        except (StoreError, SchemaError):
+            continue
+        try:
+            champion = find_version(name, CHAMPION, None)
+        except (NotRegisteredError, DanglingAliasError):
+            client.set_registered_model_alias(name, CHAMPION, version.version)
+            champion = version
+        is_champion = champion.version == version.version
+        said = from_version(version, alias=CHAMPION if is_champion else None)
+        text = f"registered already: version {version.version} holds this very bundle"
+        if not is_champion:
+            text += f" and is no champion ({said.reason}); `tula registry promote` asks again"
+        return replace(said, added=False, promoted=is_champion, reason=text)
+    return None
 
 
 def _check_pair(bundle: PredictorBundle, table: ProfileTable) -> None:
@@ -275,21 +189,20 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _harmless(slug: str) -> str:
-    """A slug that cannot break out of a search filter."""
-    return ".".join(slugify(part) for part in slug.split("."))
-
-
 def _judge_against_champion(name: str, bundle: PredictorBundle, table: ProfileTable) -> Verdict:
     """The gate's verdict; a champion that cannot be read is replaced, a newer one is kept."""
     try:
         current = find_version(name, CHAMPION, None)
     except NotRegisteredError:
         return judge(bundle, table, None)
+    except DanglingAliasError as error:
+        gone = f"the alias of the champion points to version {error.version}, which was deleted"
+        verdict = judge(bundle, table, None)
+        return replace(verdict, reason=f"promoted: {gone}")
     label = f"version {current.version} (the champion)"
     try:
-        champion = PredictorBundle.from_dict(_read_json(current, BUNDLE_FILE))
-        champion_table = ProfileTable.from_dict(_read_json(current, TABLE_FILE))
+        champion = PredictorBundle.from_dict(read_document(current, BUNDLE_FILE))
+        champion_table = ProfileTable.from_dict(read_document(current, TABLE_FILE))
     except SchemaError as error:
         return Verdict(promoted=False, reason=f"not promoted: {label} cannot be read: {error}")
     except StoreError as error:
@@ -345,46 +258,3 @@ def _drop_if_empty(client: MlflowClient, name: str) -> None:
             client.delete_registered_model(name)
     except MlflowException as error:
         _logger.warning("could not remove the empty registered model %s: %s", name, error)
-
-
-def _best_version(client: MlflowClient, model: RegisteredModel) -> RegisteredPredictor | None:
-    """The champion of a registered model, or its newest version, or None when it has none."""
-    champion = version_of_alias(client, model, CHAMPION)
-    if champion is not None:
-        return _from_version(champion, alias=CHAMPION)
-    newest = max(model.latest_versions or [], key=lambda one: int(one.version), default=None)
-    return None if newest is None else _from_version(newest, alias=None)
-
-
-def _read_json(version: ModelVersion, name: str) -> dict[str, Any]:
-    """One document of a version's model."""
-    with store_errors(f"find the files of {version.name}"):
-        address = MlflowClient().get_model_version_download_uri(version.name, version.version)
-    return read_json(address, name)
-
-
-def _from_version(version: ModelVersion, *, alias: str | None) -> RegisteredPredictor:
-    """What the tags of a version say."""
-    tags = version.tags or {}
-
-    def number(key: str) -> float | None:
-        try:
-            return float(tags[key])
-        except (KeyError, ValueError):
-            return None
-
-    return RegisteredPredictor(
-        name=version.name,
-        version=int(version.version),
-        alias=alias,
-        promoted=tags.get("tula.gate") == "promoted",
-        reason=tags.get("tula.gate_reason", ""),
-        workload_slug=tags.get("tula.workload", ""),
-        hardware_slug=tags.get("tula.hardware", ""),
-        fingerprint=tags.get("tula.fingerprint", ""),
-        device_name=tags.get("tula.device_name", ""),
-        table_digest=tags.get("tula.table_digest", ""),
-        step_time_mape=number("tula.step_time_mape"),
-        memory_mape=number("tula.memory_mape"),
-        run_id=version.run_id or None,
-    )

@@ -13,18 +13,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
-from mlflow_tula.errors import InvalidInputError, NotRegisteredError, StoreError, WorkFailedError
+from mlflow_tula.errors import (
+    DanglingAliasError,
+    InvalidInputError,
+    NotRegisteredError,
+    StoreError,
+    WorkFailedError,
+)
 from mlflow_tula.hardware import detect
 from mlflow_tula.registry import CHAMPION, find, load, load_table
 from mlflow_tula.registry.evaluation import Evaluation, evaluate_bundle
-from mlflow_tula.registry.lookup import ABSENT, dangling, require_store
+from mlflow_tula.registry.lookup import ABSENT, require_store
 from mlflow_tula.registry.promotion import Verdict, judge
+from mlflow_tula.registry.words import with_gate
 from mlflow_tula.specs import Spec, check_int, slugify
 from mlflow_tula.stores import store_errors
 from mlflow_tula.table import Measurement
@@ -79,13 +86,13 @@ def list_versions(name: str) -> list[Version]:
 
     Raises:
         NotRegisteredError: no such model, or it has no version.
-        StoreError: the alias points to a version that was deleted.
+        DanglingAliasError: the alias points to a version that was deleted.
     """
     model, found = _fetch(name)
     champion = _champion_number(model)
     numbers = {int(one.version) for one in found}
     if champion is not None and champion not in numbers:
-        raise StoreError(dangling(name, CHAMPION, champion))
+        raise DanglingAliasError(name, CHAMPION, champion)
     return _sorted(model, found)
 
 
@@ -118,12 +125,7 @@ def promote(name: str, version: int, *, force: bool = False) -> Verdict:
         raise WorkFailedError(f"version {version} of {name}: {verdict.reason} (--force overrules)")
     reason = f"promoted by hand: {verdict.reason}" if force else verdict.reason
     _crown(name, present[version], reason)
-    return Verdict(
-        promoted=True,
-        reason=reason,
-        step_time_error=verdict.step_time_error,
-        champion_step_time_error=verdict.champion_step_time_error,
-    )
+    return replace(verdict, promoted=True, reason=reason)
 
 
 def rollback(name: str) -> Version:
@@ -334,10 +336,9 @@ def _crown(name: str, version: Version, reason: str) -> None:
 
 
 def _note(client: MlflowClient, version: Version, gate: str, reason: str) -> None:
-    """The version's tags, and the first paragraph of its description."""
+    """The version's tags, and the gate's paragraph in its description."""
     number = str(version.version)
     client.set_model_version_tag(version.name, number, "tula.gate", gate)
     client.set_model_version_tag(version.name, number, "tula.gate_reason", reason[:500])
-    _, separator, rest = version.description.partition("\n\n")
-    text = f"{reason[:1].upper()}{reason[1:]}.{separator}{rest}"
+    text = with_gate(version.description, reason)
     client.update_model_version(version.name, number, description=text)
