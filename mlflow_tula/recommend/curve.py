@@ -165,9 +165,14 @@ def _default_sizes(request: Request, cluster: ClusterSpec) -> tuple[list[int], l
 
     Apart from them those that are smaller still, for the case that nothing else fits.
     """
+    cold = request.bundle.cold_start
     probed = [local for local, _ in request.bundle.probed.ok]
     world = cluster.world_size * (request.accumulation_steps or 1)
-    bound = min(request.dataset_size // world, BEYOND_PROBES * max(probed))
+    farthest = BEYOND_PROBES * max(probed, default=0)
+    if cold is not None:
+        probed += cold.local_batch_sizes
+        farthest = max(farthest, *cold.local_batch_sizes)
+    bound = min(request.dataset_size // world, farthest)
     powers = [2**k for k in range(48) if 2**k <= bound]
     near = {world * size for size in (*powers, *probed) if min(probed) <= size <= bound}
     current = request.current

@@ -356,7 +356,7 @@ def _ranks(point: CurvePoint) -> str:
 def _warnings(request: Request, curve: Sequence[CurvePoint], chosen: CurvePoint) -> tuple[str, ...]:
     """What a person should know before they rely on the choice."""
     found = list(request.bundle.report.warnings)
-    if chosen.extrapolated:
+    if chosen.extrapolated and request.bundle.cold_start is None:
         found.append(f"{_name(chosen)} lies beyond what was measured: measure it to be sure")
     if chosen.may_not_reach_target and request.to_target:
         found.append(f"some runs at batch sizes like {chosen.global_batch_size} missed the target")
