@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mlflow_tula.documents import MAX_JSON_BYTES, parse_json, read_bytes
 from mlflow_tula.errors import InvalidInputError, SchemaError, StoreError
-
-MAX_JSON_BYTES = 64 * 2**20
 
 
 def write_json(path: str | Path, document: Mapping[str, Any]) -> Path:
@@ -53,17 +52,15 @@ def read_json(path: str | Path, *, made_by: str) -> dict[str, Any]:
     """
     target = Path(path)
     try:
-        if target.stat().st_size > MAX_JSON_BYTES:
-            raise SchemaError(f"{target} is larger than {MAX_JSON_BYTES // 2**20} MiB; not read")
-        document = json.loads(target.read_text(encoding="utf-8"))
+        content = read_bytes(target, MAX_JSON_BYTES)
     except FileNotFoundError as error:
         raise InvalidInputError(f"there is no {target}: make it with `{made_by}`") from error
     except OSError as error:
         raise InvalidInputError(f"cannot read {target}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        if isinstance(error, SchemaError):
-            raise
-        raise SchemaError(f"{target} is not JSON: make it with `{made_by}`") from error
+    try:
+        document = parse_json(content, str(target))
+    except SchemaError as error:
+        raise SchemaError(f"{error}; make it with `{made_by}`") from error
     if not isinstance(document, dict):
         raise SchemaError(f"{target} must hold a JSON object, not a {type(document).__name__}")
     return document

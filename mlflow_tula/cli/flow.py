@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlflow_tula.cli import options
-from mlflow_tula.errors import InvalidInputError, NotRegisteredError
+from mlflow_tula.errors import InvalidInputError, TableError
 from mlflow_tula.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mlflow_tula.predictors.bundle import PredictorBundle
     from mlflow_tula.predictors.convergence import ConvergencePredictor
     from mlflow_tula.recommend import Recommendation
+    from mlflow_tula.registry import RegisteredPredictor
     from mlflow_tula.table import ProfileTable
     from mlflow_tula.workloads.job import Job
 
@@ -45,15 +46,10 @@ def read_bundle(path: Path) -> PredictorBundle:
 
 def read_convergence(path: str | None) -> pd.DataFrame | None:
     """The convergence data of `--convergence`, or None."""
-    import pandas as pd
+    from mlflow_tula.documents import read_csv
+    from mlflow_tula.table import MAX_ROWS
 
-    if path is None:
-        return None
-    try:
-        return pd.read_csv(path, skipinitialspace=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise InvalidInputError(f"cannot read --convergence {path} as CSV: {reason}") from error
+    return None if path is None else read_csv(path, max_rows=MAX_ROWS, name="--convergence")
 
 
 def fit_table(
@@ -66,10 +62,23 @@ def fit_table(
     """Fit, and keep the bundle in the workload's folder; `known` serves where no file is given."""
     from mlflow_tula.fit import fit
 
-    frame = read_convergence(convergence)
-    bundle = fit(table, convergence=known if frame is None else frame)
+    own = fit_convergence(convergence)
+    bundle = fit(table, convergence=known if own is None else own)
     write_json(folder / BUNDLE_FILE, bundle.to_dict())
     return bundle
+
+
+def fit_convergence(path: str | None) -> ConvergencePredictor | None:
+    """The convergence predictor of `--convergence`, or None; what is wrong names the file."""
+    from mlflow_tula.predictors.convergence import ConvergencePredictor
+
+    frame = read_convergence(path)
+    if frame is None:
+        return None
+    try:
+        return ConvergencePredictor.fit(frame)
+    except InvalidInputError as error:
+        raise TableError(f"--convergence {path}: {error}") from error
 
 
 def find_bundle(values: Values) -> tuple[PredictorBundle, str]:
@@ -90,18 +99,7 @@ def find_bundle(values: Values) -> tuple[PredictorBundle, str]:
             profile_with=options.command_line("main", job),
         )
     else:
-        matches = [
-            one
-            for one in registry.find(job.workload_slug)
-            if wanted in (one.hardware_slug, one.fingerprint)
-        ]
-        if not matches:
-            known = ", ".join(one.hardware_slug for one in registry.find(job.workload_slug))
-            raise NotRegisteredError(
-                f"nothing is registered for {job.workload_slug} on hardware {wanted!r}; "
-                f"registered: {known or 'nothing for this workload'}"
-            )
-        found = matches[0]
+        found = registry.for_hardware(job.workload_slug, wanted)
     bundle = registry.load(found.name, alias=values["alias"])
     return bundle, f"models:/{found.name}@{values['alias']} (version {found.version})"
 
@@ -136,6 +134,24 @@ def _more_than_one(steps: int | None) -> int | None:
     return steps if steps is not None and steps > 1 else None
 
 
+def register_bundle(
+    bundle: PredictorBundle, table: ProfileTable, values: Values, *, command: str
+) -> RegisteredPredictor:
+    """Register in a run of its own, with the curves, figures and words of a profile's run."""
+    from mlflow_tula import registry, tracking
+
+    known = registry.registered_already(bundle)
+    if known is not None:
+        return known
+    name = f"{command} {table.workload.slug}"
+    with tracking.start_run(name, command=command, experiment=values["experiment"]) as run:
+        done = registry.register(bundle, table=table, run_id=run.run_id)
+        tracking.log_registration(run, done)
+        choice = registry.default_recommendation(bundle)
+        tracking.log_profile(run, table, bundle, choice, registered=done, nested=False)
+    return done
+
+
 def check_decision(values: Values) -> None:
     """Refuse at once what `recommend` would refuse after a look-up, or minutes of profiling."""
     from mlflow_tula.recommend import Objective
@@ -155,8 +171,8 @@ def check_decision(values: Values) -> None:
 
 
 def check_convergence(values: Values) -> None:
-    """Refuse an objective that counts epochs to a target without data on them."""
-    if read_convergence(values["convergence"]) is None:
+    """Refuse data that cannot be used, and an objective to a target without data on it."""
+    if fit_convergence(values["convergence"]) is None:
         _refuse_targets(
             values, "give --convergence a CSV of global_batch_size and epochs_to_target"
         )

@@ -9,9 +9,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mlflow_tula.documents import check_document
+from mlflow_tula.documents import check_document, shown
 from mlflow_tula.errors import (
     ExtrapolationWarning,
     InvalidInputError,
@@ -19,10 +19,20 @@ from mlflow_tula.errors import (
     SchemaError,
     TulaError,
 )
+from mlflow_tula.predictors.checks import check_bundle
 from mlflow_tula.predictors.convergence import ConvergencePredictor
 from mlflow_tula.predictors.memory import MemoryPredictor
 from mlflow_tula.predictors.step_time import StepTimePredictor
-from mlflow_tula.specs import HardwareSpec, Pricing, Spec, Workload
+from mlflow_tula.specs import (
+    HardwareSpec,
+    Pricing,
+    Spec,
+    Workload,
+    check_choice,
+    check_int,
+    check_real,
+    check_text,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,7 +63,16 @@ class FitReport(Spec):
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """JSON knows lists only; a stored report comes back with a tuple."""
+        """Check every field once; JSON knows lists only, a stored report comes back as a tuple."""
+        for name in ("step_time_form", "memory_form", "convergence_form"):
+            check_text(name, getattr(self, name), maximum=2000)
+        for name in ("step_time_mape", "memory_mape", "convergence_mape", "coverage"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_real(name, getattr(self, name)))
+        for name in ("rows_used", "rows_oom", "rows_failed"):
+            self._take_int(name, minimum=0)
+        if not isinstance(self.warnings, (list, tuple)):
+            raise InvalidInputError(f"warnings must be a list, not {shown(self.warnings)}")
         object.__setattr__(self, "warnings", tuple(str(text) for text in self.warnings))
 
     def __str__(self) -> str:
@@ -96,6 +115,47 @@ class Probed(Spec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ColdStart(Spec):
+    """Where the answers of a bundle come from whose workload was never profiled here.
+
+    `source` is `cross_model` (other models on this hardware) or `transferred` (the same workload
+    on `other_hardware`); `models` are those it was learnt from, `local_batch_sizes` those it
+    answers for.
+    """
+
+    source: Literal["cross_model", "transferred"]
+    models: tuple[str, ...]
+    local_batch_sizes: tuple[int, ...]
+    other_hardware: str = ""
+
+    def __post_init__(self) -> None:
+        """Lists of a JSON document become tuples, checked."""
+        check_choice("cold start source", self.source, Literal["cross_model", "transferred"])
+        sizes = tuple(check_int("local_batch_sizes", size) for size in self.local_batch_sizes)
+        if not sizes:
+            raise SchemaError("a cold start must answer for one local batch size at least")
+        object.__setattr__(self, "local_batch_sizes", sizes)
+        object.__setattr__(self, "models", tuple(str(name)[:120] for name in self.models))
+
+    def __str__(self) -> str:
+        """One sentence for people."""
+        names = ", ".join(self.models[:4]) + (", ..." if len(self.models) > 4 else "")
+        others = f"{len(self.models)} other models here ({names})"
+        if self.source == "transferred":
+            return f"never profiled here: transferred from {self.other_hardware} by {others}"
+        return f"never profiled here: predicted from {others}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "source": self.source,
+            "models": list(self.models),
+            "local_batch_sizes": list(self.local_batch_sizes),
+            "other_hardware": self.other_hardware,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PredictorBundle:
     """Step time, memory and convergence of one workload on one hardware."""
 
@@ -107,6 +167,7 @@ class PredictorBundle:
     probed: Probed = field(default_factory=Probed)
     report: FitReport = field(default_factory=FitReport)
     table_digest: str = ""
+    cold_start: ColdStart | None = None
 
     def predict(
         self,
@@ -174,6 +235,7 @@ class PredictorBundle:
             "probed": self.probed.to_dict(),
             "report": {**self.report.to_dict(), "warnings": list(self.report.warnings)},
             "table_digest": self.table_digest,
+            **({} if self.cold_start is None else {"cold_start": self.cold_start.to_dict()}),
         }
 
     @classmethod
@@ -183,16 +245,25 @@ class PredictorBundle:
         for name in ("workload", "hardware", "step_time"):
             if name not in data:
                 raise SchemaError(f"a {BUNDLE_KIND} document needs {name!r}, and has none")
+        facts: dict[str, Any] = {
+            "workload": Workload.from_dict(data["workload"]),
+            "hardware": HardwareSpec.from_dict(data["hardware"]),
+            "probed": Probed.from_dict(data.get("probed", {})),
+            "report": FitReport.from_dict(data.get("report", {})),
+        }
+        try:
+            check_bundle(data)  # before anything is evaluated
+        except ValueError as error:
+            raise SchemaError(str(error)) from error
         memory, convergence = data.get("memory"), data.get("convergence")
+        cold = data.get("cold_start")
         return cls(
-            workload=Workload.from_dict(data["workload"]),
-            hardware=HardwareSpec.from_dict(data["hardware"]),
             step_time=StepTimePredictor.from_dict(data["step_time"]),
             memory=None if memory is None else MemoryPredictor.from_dict(memory),
             convergence=(
                 None if convergence is None else ConvergencePredictor.from_dict(convergence)
             ),
-            probed=Probed.from_dict(data.get("probed", {})),
-            report=FitReport.from_dict(data.get("report", {})),
+            **facts,
             table_digest=str(data.get("table_digest", "")),
+            cold_start=None if cold is None else ColdStart.from_dict(cold),
         )

@@ -17,6 +17,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from . import convergence_formulas, formulas, memory_formulas, step_time_formulas
+from .checks import check_bundle
+
+__all__ = ["check_bundle", "predict_frame"]
 
 Array = NDArray[np.float64]
 
@@ -24,6 +27,9 @@ BATCH_COLUMNS = ("local_batch_size", "global_batch_size")
 OPTIONAL_COLUMNS = ("nodes", "devices_per_node", "accumulation_steps")
 MAX_COUNT = 10**12
 MAX_PRODUCT = 10**15
+MAX_QUESTIONS = 100_000
+AT_ONCE = 2e7
+"""Numbers in the largest array of an evaluation: more questions are answered in parts."""
 
 
 def predict_frame(
@@ -74,6 +80,25 @@ def predict_frame(
     prices = {"usd_per_device_hour": usd_per_device_hour, "usd_per_gb_hour": usd_per_gb_hour}
     _check_options(positive, {**prices, "inter_node_latency_s": inter_node_latency_s})
     asked = _configurations(frame)
+    part = _questions_at_once(bundle["step_time"])
+    if len(frame) > part:
+        options = {**positive, **prices, "inter_node_latency_s": inter_node_latency_s}
+        parts = [frame.iloc[start : start + part] for start in range(0, len(frame), part)]
+        return pd.concat([predict_frame(bundle, one, level=level, **options) for one in parts])
+    with np.errstate(over="ignore"):  # an interval without end is an honest answer
+        return _answer(bundle, frame, asked, level, {**positive, **prices}, inter_node_latency_s)
+
+
+def _answer(
+    bundle: Mapping[str, Any],
+    frame: pd.DataFrame,
+    asked: Mapping[str, NDArray[np.int64]],
+    level: float,
+    options: Mapping[str, Any],
+    inter_node_latency_s: float | None,
+) -> pd.DataFrame:
+    """The columns of `predict_frame` for questions that were checked."""
+    prices = {name: options[name] for name in ("usd_per_device_hour", "usd_per_gb_hour")}
     local, nodes, devices, accumulation, samples = (
         asked[name].astype(float)
         for name in ("local_batch_size", *OPTIONAL_COLUMNS, "global_batch_size")
@@ -85,17 +110,17 @@ def predict_frame(
         devices,
         accumulation,
         level=level,
-        bandwidth_bytes_per_s=inter_node_bandwidth_bytes_per_s,
+        bandwidth_bytes_per_s=options["inter_node_bandwidth_bytes_per_s"],
         latency_s=inter_node_latency_s,
     )
     memory = _memory(bundle, local, nodes * devices, level)
     workload = bundle["workload"]
-    size = int(dataset_size or workload["dataset_size"])
+    size = int(options["dataset_size"] or workload["dataset_size"])
     steps = formulas.steps_per_epoch(size, samples, bool(workload.get("drop_last", True)))
     epoch = (steps * step[0], steps * step[1], steps * step[2])
     reach = _convergence(bundle, samples, level)
     target = formulas.product_interval(epoch, reach[:3])
-    fits, reason = _fits(bundle, asked, memory_limit_bytes, size)
+    fits, reason = _fits(bundle, asked, options["memory_limit_bytes"], size)
     world = nodes * devices
     columns: dict[str, Any] = {
         **asked,
@@ -105,17 +130,37 @@ def predict_frame(
         **_three("epoch_time_s", epoch),
         **_three("epochs_to_target", reach[:3]),
         **_three("time_to_target_s", target),
-        "cost_usd": formulas.dollars(epoch[0] * (epochs or 1.0), world, memory[0], **prices),
-        "cost_to_target_usd": formulas.dollars(target[0], world, memory[0], **prices),
-        "extrapolated": step_time_formulas.is_extrapolated(
-            bundle["step_time"], local, nodes, devices
+        "cost_usd": formulas.dollars(
+            epoch[0] * (options["epochs"] or 1.0), world, memory[0], **prices
         ),
+        "cost_to_target_usd": formulas.dollars(target[0], world, memory[0], **prices),
+        "extrapolated": _extrapolated(bundle, local, nodes, devices),
         "fits": fits,
         "fits_reason": reason,
         "may_not_reach_target": reach[3],
         "reach_rate": _reach_rate(bundle, samples),
     }
     return pd.DataFrame(columns, index=frame.index)
+
+
+def _extrapolated(
+    bundle: Mapping[str, Any], local: Array, nodes: Array, devices: Array
+) -> NDArray[np.bool_]:
+    """Beyond what was measured; of a workload never profiled here, all but its own few probes."""
+    beyond = step_time_formulas.is_extrapolated(bundle["step_time"], local, nodes, devices)
+    if bundle.get("cold_start") is None:
+        return beyond
+    asked = zip(local.tolist(), (nodes * devices).tolist(), strict=True)
+    ran = {(float(size), float(world)) for size, world in bundle["probed"]["ok"]}
+    return np.array([one not in ran for one in asked], bool)
+
+
+def _questions_at_once(step_time: Mapping[str, Any]) -> int:
+    """How many questions may be evaluated together: each may ask for all sizes and forms."""
+    curve = step_time["compute"]
+    sizes = max(len(step_time["knots"]), len(curve["sizes"]))
+    each = sizes * len(curve["weights"]) + len(step_time["range"]["setups"])
+    return int(max(AT_ONCE // max(each, 1), 1))
 
 
 def _three(name: str, parts: tuple[Array, Array, Array]) -> dict[str, Array]:
@@ -157,6 +202,10 @@ def _configurations(frame: pd.DataFrame) -> dict[str, NDArray[np.int64]]:
         near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.75)
         if name not in known and near:
             raise ValueError(f"column {name!r} is unknown: did you mean {near[0]!r}?")
+    if len(frame) > MAX_QUESTIONS:
+        raise ValueError(
+            f"{len(frame)} rows were asked at once; at most {MAX_QUESTIONS}: ask in parts"
+        )
     counts = {name: _count_column(frame, name) for name in OPTIONAL_COLUMNS}
     asked = _count_column(frame, given[0])
     most = asked.astype(float)
@@ -186,7 +235,7 @@ def _count_column(frame: pd.DataFrame, name: str) -> NDArray[np.int64]:
         raise ValueError(f"column {name!r} stands twice; keep one of them")
     try:
         values = np.asarray(column.to_numpy(), dtype=float)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"column {name!r} must hold whole numbers") from error
     bad = ~(
         np.isfinite(values) & (values >= 1) & (values <= MAX_COUNT) & (np.floor(values) == values)

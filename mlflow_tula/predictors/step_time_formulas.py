@@ -17,12 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .formulas import smooth_maximum, student_quantile
+from .sync_formulas import (
+    TINY,
+    backward_share,
+    link_time,
+    log_growth,
+    num_buckets,
+    overlapped,
+    sync_time,
+    with_link,
+    with_options,
+)
+
+__all__ = ["link_time", "log_growth", "num_buckets", "step_time", "sync_time"]
 
 Array = NDArray[np.float64]
 
-TINY = 1e-300
-STATED_LINK_SD = 0.35
-"""Error of an all-reduce that a stated link alone foretells."""
 REST_DECAY = 3.0
 """What overlap leaves over at the measured ranks fades within half a doubling beyond."""
 
@@ -59,43 +69,6 @@ def compute_time(curve: Mapping[str, Any], batch: Array) -> tuple[Array, Array]:
     doubt = np.hypot(doubt, np.sqrt(share * (1 - share)) * np.abs(chord - log_time))
     value = np.exp((1 - share) * log_time + share * chord)
     return value[back], doubt[back]
-
-
-def link_time(link: Mapping[str, Any], message_bytes: float, count: Array) -> Array:
-    """Ring all-reduce: `latency log2(n) + 2 (n - 1) / n bytes / bandwidth`; 0 for n = 1."""
-    rounds = link["latency_s"] * np.log2(count)
-    return np.asarray(
-        rounds + 2.0 * (count - 1.0) / count * message_bytes / link["bandwidth_bytes_per_s"]
-    )
-
-
-def log_growth(tier: Mapping[str, Any], nodes: Array, devices: Array) -> Array:
-    """How synchronisation grows with the ranks, as a logarithm up to a constant.
-
-    With the link's terms: their sum. Without: a weighted geometric mean of no growth, of a
-    ring's `2 (W - 1) / W` and of one whose latency counts, `0.7 + 0.3 log2(n)`. Fewer ranks than
-    were measured are not taken to be faster.
-    """
-    if tier["links"] is not None:
-        total: Array = np.zeros_like(nodes)
-        for scope, count in (("intra_node", devices), ("inter_node", nodes)):
-            if tier["links"].get(scope) is not None:
-                total += link_time(tier["links"][scope], tier["gradient_bytes"], count)
-        return np.asarray(np.log(np.maximum(total, TINY)))
-    ranks = np.maximum(nodes * devices, tier["fewest_ranks"])
-    units = np.maximum(nodes if tier["counts"] == "nodes" else devices, tier["fewest_units"])
-    ring = np.log(2.0 * (ranks - 1.0) / ranks)
-    latency = np.log(0.7 + 0.3 * np.log2(units))
-    return np.asarray(tier["ring_weight"] * ring + tier["latency_weight"] * latency)
-
-
-def sync_time(tier: Mapping[str, Any], nodes: Array, devices: Array) -> Array:
-    """Seconds of synchronisation, one row an overlap power."""
-    place = np.log2(nodes * devices)
-    levels = np.asarray(tier["log_levels"], float)
-    growth = log_growth(tier, nodes, devices)
-    shift = np.array([np.interp(place, tier["log2_ranks"], row) for row in levels])
-    return np.asarray(np.exp(growth + shift))
 
 
 def compute_parts(curve: Mapping[str, Any], alone: Array) -> tuple[Array, Array]:
@@ -167,12 +140,13 @@ def _tier_parts(
     nodes: Array,
     devices: Array,
     alone: Array,
+    hidden: Array,
     factor: Array,
 ) -> tuple[Array, Array]:
     """Log seconds of compute overlapped with synchronisation, and the share of the latter."""
     powers, weights = (np.asarray(tier[name], float) for name in ("powers", "weights"))
     sync = sync_time(tier, nodes, devices) * factor
-    both = smooth_maximum(np.broadcast_to(alone, sync.shape), sync, powers[:, None])
+    both = overlapped(alone, sync, powers[:, None], hidden, tier.get("messages", 1.0))
     value = weights @ np.log(both)
     share = weights @ (sync / both) ** powers[:, None]
     rest = np.asarray(tier["rest"], float)
@@ -198,6 +172,7 @@ def _raw(
     batch, nodes, devices, accumulation = setup
     base = params["base"]
     alone, micro, doubt = contended(params, batch, devices)
+    hidden = backward_share(params, batch)
     many = nodes > base["nodes"]
     some = ~many & (devices > base["devices_per_node"])
     totals, share = [], np.zeros_like(alone)
@@ -205,9 +180,8 @@ def _raw(
         value = alone.copy()
         for rows, tier in ((some, params["intra_node"]), (many, params["inter_node"])):
             if rows.any():
-                log_value, part = _tier_parts(
-                    tier, batch[rows], nodes[rows], devices[rows], alone[rows], factor[rows]
-                )
+                here = (part[rows] for part in (batch, nodes, devices, alone, hidden, factor))
+                log_value, part = _tier_parts(tier, *here)
                 value[rows] = np.exp(log_value)
                 if factor is factors[0]:
                     share[rows] = part
@@ -304,6 +278,8 @@ def step_time(
     level: float = 0.9,
     bandwidth_bytes_per_s: float | None = None,
     latency_s: float | None = None,
+    gradient_compression: str | None = None,
+    bucket_bytes: float | None = None,
 ) -> tuple[Array, Array, Array]:
     """Seconds per optimizer step: value, lower, upper.
 
@@ -313,12 +289,15 @@ def step_time(
     """
     if bandwidth_bytes_per_s is not None or latency_s is not None:
         params = with_link(params, bandwidth_bytes_per_s, latency_s)
+    if gradient_compression is not None or bucket_bytes is not None:
+        params = with_options(params, gradient_compression, bucket_bytes)
     if not len(local_batch_size):
         empty = np.zeros(0)
         return empty, empty, empty
     spread = params["spread"]
     half = student_quantile(0.5 + level / 2, spread["degrees"]) * spread["scale"]
-    shift = np.exp(half * sync_deviation(params, nodes, devices_per_node))
+    # beyond e^100 the answer is "anything" as well, and still a number
+    shift = np.exp(np.minimum(half * sync_deviation(params, nodes, devices_per_node), 100.0))
     (value, low, high), share, doubt = step_values(
         params,
         (local_batch_size, nodes, devices_per_node, accumulation_steps),
@@ -337,45 +316,6 @@ def step_time(
         lower = value * np.exp(-np.hypot(down, np.log(value / low)))
         upper = value * np.exp(np.hypot(own, np.log(high / value)))
     return value, lower, upper
-
-
-def with_link(
-    params: Mapping[str, Any], bandwidth_bytes_per_s: float | None, latency_s: float | None
-) -> Mapping[str, Any]:
-    """The same parameters with another link between the nodes.
-
-    Raises:
-        ValueError: how many bytes an all-reduce moves, or the term that is not stated, is unknown.
-    """
-    tier = params["inter_node"]
-    links = dict(tier["links"] or {})
-    link = dict(links.get("inter_node") or {})
-    if bandwidth_bytes_per_s is not None:
-        link["bandwidth_bytes_per_s"] = bandwidth_bytes_per_s
-    if latency_s is not None:
-        link["latency_s"] = latency_s
-    if not params["gradient_bytes"]:
-        raise ValueError(
-            "a stated link needs the bytes that an all-reduce moves: set num_parameters of the "
-            "workload, or leave the link out"
-        )
-    if "bandwidth_bytes_per_s" not in link:
-        raise ValueError(
-            "inter_node_latency_s alone says nothing about bandwidth, which was not measured: "
-            "state inter_node_bandwidth_bytes_per_s too"
-        )
-    link.setdefault("latency_s", 0.0)
-    changed = {
-        **tier,
-        "links": {**links, "inter_node": link},
-        "gradient_bytes": params["gradient_bytes"],
-    }
-    if tier["links"] is None:
-        # levels were measured against another law: the stated link stands alone
-        zeros = [[0.0] for _ in tier["powers"]]
-        changed |= {"log2_ranks": [1.0], "log_levels": zeros, "rest": [], "sizes": []}
-        changed |= {"level_sd": STATED_LINK_SD, "between_sd": 0.0, "growth_sd": 0.0}
-    return {**params, "inter_node": changed}
 
 
 def is_extrapolated(

@@ -30,6 +30,7 @@ import pandas as pd
 from mlflow.pyfunc.model import PythonModel
 
 NOT_GIVEN = -1.0
+MAX_BYTES = 64 * 2**20
 PARAMETERS: dict[str, tuple[str, float]] = {
     "level": ("double", 0.9),  # probability of the intervals
     "memory_limit_bytes": ("double", NOT_GIVEN),  # what a device may use; its memory
@@ -54,9 +55,9 @@ class Predictor(PythonModel):
 
     def load_context(self, context: Any) -> None:
         """Read the document and load the equations."""
-        text = Path(context.artifacts["bundle"]).read_text(encoding="utf-8")
-        self.bundle = json.loads(text)
+        self.bundle = read_bundle(Path(context.artifacts["bundle"]))
         self.inference = load_formulas(Path(context.artifacts["predictors"]))
+        self.inference.check_bundle(self.bundle)
 
     def predict(
         self,
@@ -76,16 +77,29 @@ class Predictor(PythonModel):
         return answer
 
 
+def read_bundle(path: Path) -> Any:
+    """The plain values of a JSON file; ValueError in one line where it is none."""
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path.name} is larger than {MAX_BYTES // 2**20} MiB; not read")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(f"{path.name} of this model is damaged: {reason}") from error
+
+
 def given(params: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that were given, checked; ValueError in one line."""
     out: dict[str, Any] = {}
     for name, value in params.items():
         if name not in PARAMETERS:
-            raise ValueError(f"unknown parameter {name!r}: known are {', '.join(PARAMETERS)}")
+            raise ValueError(
+                f"unknown parameter {str(name)[:60]!r}: known are {', '.join(PARAMETERS)}"
+            )
         try:
             number = float(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name} must be a number, not {value!r}") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{name} must be a number, not {str(value)[:60]!r}") from error
         if not math.isfinite(number):
             raise ValueError(f"{name} must be finite, not {value!r} (leave it out, or give -1)")
         if number != NOT_GIVEN:
