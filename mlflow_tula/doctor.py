@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlflow_tula.errors import TulaError
+from mlflow_tula.processes import is_alive
 from mlflow_tula.specs import Spec
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ ENTRY_POINTS = {
 
 _DISTRIBUTION = "mlflow-tula"
 _REINSTALL = "reinstall with `pip install --force-reinstall --no-deps mlflow-tula`"
-_CLOCK_TOLERANCE_S = 2.0
 _SHOWN = 5
 _PAGE = 1000
 
@@ -333,28 +333,6 @@ def _pages(ask: Callable[[str | None], Any]) -> Iterator[Any]:
         token = page.token
         if not token:
             return
-
-
-def is_alive(pid: str | None, started: str | None) -> bool:
-    """Whether this very process still runs; a number that was given to another one does not count.
-
-    What cannot be told counts as alive: a live run must not be closed.
-    """
-    import psutil
-
-    if pid is None or not pid.isdigit():
-        return True
-    try:
-        process = psutil.Process(int(pid))
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        if started is None:
-            return True
-        return abs(process.create_time() - float(started)) <= _CLOCK_TOLERANCE_S
-    except psutil.NoSuchProcess:
-        return False
-    except (psutil.Error, ValueError):
-        return True
 
 
 def close_stale_runs() -> list[StaleRun]:

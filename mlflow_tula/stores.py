@@ -32,6 +32,10 @@ _logger = logging.getLogger(__name__)
 DEFAULT_EXPERIMENT = "tula"
 """The experiment of a command that is started alone, outside `mlflow run`."""
 
+_QUIET = {
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
 _CONNECT_TIMEOUT_S = 4.0
 _INITIALISE_TIMEOUT_S = 120.0
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
@@ -63,23 +67,24 @@ def store_errors(action: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_mlflow() -> Iterator[None]:
-    """Hold back MLflow's progress notes, not its warnings.
+    """Hold back MLflow's progress notes and bars, not its warnings.
 
     With a server MLflow writes the address of every finished run to standard output, where
-    `--json` must stand alone.
+    `--json` must stand alone; checking a new model draws bars of the files that it copies.
     """
-    log, name = logging.getLogger("mlflow"), "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
-    level, setting = log.level, os.environ.get(name)
+    log = logging.getLogger("mlflow")
+    level, before = log.level, {name: os.environ.get(name) for name in _QUIET}
     log.setLevel(max(level, logging.WARNING))
-    os.environ[name] = "true"
+    os.environ.update(_QUIET)
     try:
         yield
     finally:
         log.setLevel(level)
-        if setting is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = setting
+        for name, setting in before.items():
+            if setting is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = setting
 
 
 def _is_store_trouble(error: BaseException) -> bool:
@@ -143,8 +148,10 @@ def _check_address(uri: str, *, write: bool) -> None:
         if path is not None:
             _check_sqlite(path, write=write)
     elif scheme in {"http", "https"}:
-        # MLflow's default of 7 retries with growing pauses is minutes on a dead server.
+        # MLflow's default of 7 retries with growing pauses is minutes on a dead server, and so is
+        # its two minutes' patience with one that hangs.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         _check_server(uri)
     elif scheme in _DATABASE_PORTS:
         _check_port(uri, _DATABASE_PORTS[scheme])
@@ -156,12 +163,22 @@ def _check_file_store(uri: str) -> None:
     if setting is None or setting.get():
         return
     folder = Path(unquote(urlsplit(uri).path) or "mlruns")
+    if not folder.is_dir():
+        raise StoreError(
+            f"the tracking URI {masked(uri)!r} names a folder{_absence(folder)}, and MLflow "
+            f"{mlflow.__version__} keeps no store in a folder: give "
+            f"sqlite:///{folder.absolute() / 'mlflow.db'}, or a server as http://host:port"
+        )
     raise StoreError(
         f"the folder {folder} is an old MLflow file store, which MLflow {mlflow.__version__} no "
         f"longer opens: move it over with `mlflow migrate-filestore --source {folder.parent} "
         "--target sqlite:///mlflow.db` and set MLFLOW_TRACKING_URI=sqlite:///mlflow.db (or set "
         "only the latter to start afresh beside it)"
     )
+
+
+def _absence(path: Path) -> str:
+    return " that is a file" if path.exists() else " that does not exist"
 
 
 def _check_sqlite(path: Path, *, write: bool) -> None:
@@ -199,6 +216,31 @@ def _check_server(uri: str) -> None:
             f"({_why(error)}): start it with `mlflow server`, or set MLFLOW_TRACKING_URI to a "
             "store that works, such as sqlite:///mlflow.db"
         ) from error
+
+
+def answers(timeout_s: float = 2.0) -> bool:
+    """Whether the tracking store can be reached at all; never takes longer than `timeout_s`."""
+    import requests
+
+    uri = mlflow.get_tracking_uri()
+    parts = urlsplit(uri)
+    scheme = parts.scheme.split("+")[0]
+    try:
+        if scheme in {"http", "https"}:
+            return requests.get(f"{uri.rstrip('/')}/health", timeout=timeout_s).status_code < 500
+        if scheme in _DATABASE_PORTS and parts.hostname is not None:
+            place = (parts.hostname, parts.port or _DATABASE_PORTS[scheme])
+            socket.create_connection(place, timeout=timeout_s).close()
+    except (requests.RequestException, OSError, ValueError):
+        return False
+    return True
+
+
+def store_identity() -> str:
+    """The tracking store as a text without secrets, the same from whatever folder it is named."""
+    uri = mlflow.get_tracking_uri()
+    path = sqlite_path(uri)
+    return masked(uri) if path is None else f"sqlite:///{path.resolve()}"
 
 
 def _why(error: Exception) -> str:

@@ -54,7 +54,15 @@ def test_looking_into_a_store_that_is_not_there_makes_none(clean_mlflow):
 
 def test_a_file_uri_names_the_way_out_too(clean_mlflow, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{clean_mlflow}/runs")
+    (clean_mlflow / "runs").mkdir()
     with pytest.raises(StoreError, match="mlflow migrate-filestore"):
+        check_store()
+
+
+@pytest.mark.parametrize("uri", ["/absent/path", "file:///absent/path"])
+def test_a_folder_that_does_not_exist_is_not_called_a_store(uri, clean_mlflow, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(StoreError, match="does not exist.*sqlite:////absent/path/mlflow.db"):
         check_store()
 
 

@@ -7,7 +7,6 @@ each probe is a nested run. Nothing here runs inside a timed step.
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 import time
@@ -16,21 +15,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlflow.data.pandas_dataset import from_pandas
-from mlflow.entities import Dataset, DatasetInput, InputTag
-
-from mlflow_tula import plots
-from mlflow_tula.plots import interactive
 from mlflow_tula.plots.overlays import Overlay, overlays
 from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.recommend.recommendation import Recommendation
 from mlflow_tula.registry import RegisteredPredictor
+from mlflow_tula.registry.measurements import FIT_METRICS, profile_dataset
 from mlflow_tula.registry.model_files import model_tags
 from mlflow_tula.runs import PREFIX, Run, log_batch, start_run
 from mlflow_tula.specs import HardwareSpec, Workload
 from mlflow_tula.stores import quiet_mlflow, store_errors
 from mlflow_tula.table import Measurement, ProfileTable
+from mlflow_tula.tracking.background import Background
 from mlflow_tula.tracking.descriptions import describe_profile
+from mlflow_tula.tracking.profile_files import write_documents, write_figures
 
 __all__ = [
     "ProbeLogger",
@@ -61,6 +58,7 @@ class ProbeLogger:
         """Log below this run."""
         self.run = run
         self.logged: list[Measurement] = []
+        self.before = _logged_before(run) if run.continued else frozenset()
 
     def __call__(self, event: Any) -> None:
         """Take a ProfileEvent; only finished probes matter."""
@@ -90,6 +88,19 @@ class ProbeLogger:
         run_id = _log_probe(self.run, row, step_times_s, details or {})
         self.logged.append(row)
         return run_id
+
+
+def _logged_before(run: Run) -> frozenset[tuple[str, ...]]:
+    """The probes that a run which goes on holds already, as the texts of their counts."""
+    condition = (
+        f"tags.`mlflow.parentRunId` = '{run.run_id}' AND tags.`tula.command` = 'probe' "
+        "AND status != 'KILLED'"
+    )
+    with store_errors("search for the probes of a run"):
+        children = run.client.search_runs([run.experiment_id], condition)
+    return frozenset(
+        tuple(child.data.params.get(PREFIX + name, "") for name in _COUNTS) for child in children
+    )
 
 
 def _log_probe(
@@ -182,6 +193,7 @@ def log_profile(
     settings: Mapping[str, object] | None = None,
     memory_limit_bytes: float | None = None,
     notes: Sequence[str] = (),
+    nested: bool = True,
 ) -> None:
     """Log everything a profile gave; called once, when the sweep (or what came of it) is over.
 
@@ -195,31 +207,40 @@ def log_profile(
         settings: options of the command.
         memory_limit_bytes: the limit that was used, when it is not the device's memory.
         notes: further lines of the description.
+        nested: make a nested run of every probe that has none yet.
     """
-    log_workload(run, table.workload, table.hardware, settings)
+    with tempfile.TemporaryDirectory(prefix="tula-") as scratch, Background() as store:
+        folder = Path(scratch)
+        store.do(log_workload, run, table.workload, table.hardware, settings)
+        if nested:
+            store.do(_log_missing_probes, run, table, probes)
+        pairs = overlays(table, bundle, recommendation) if bundle is not None else ()
+        curves = _curve_metrics(pairs)
+        # What `register` has logged to this run already is not logged again.
+        told = registered is not None and registered.added and registered.run_id == run.run_id
+        summary = _summary(table, None if told else bundle, recommendation)
+        tags = {"tula.table_digest": table.digest}
+        store.do(run.log, metrics=[*curves, *summary], tags=tags)
+        words = _registered(registered)
+        note = describe_profile(table, bundle, recommendation, registered=words, notes=notes)
+        store.do(run.describe, note)
+        store.do(_log_table, run, table)
+        store.do(run.files, write_documents(folder / "doc", table, bundle, recommendation))
+        if bundle is not None:
+            drawn = write_figures(folder, table, bundle, recommendation, memory_limit_bytes)
+            for full in drawn:
+                store.do(run.files, full)
+
+
+def _log_missing_probes(run: Run, table: ProfileTable, probes: ProbeLogger | None) -> None:
+    """Nested runs for the rows that nobody has logged yet."""
     logged = list(probes.logged) if probes is not None else []
+    before = probes.before if probes is not None else frozenset()
     for row in table.measurements:
         if row in logged:
             logged.remove(row)
-        else:
+        elif tuple(str(getattr(row, name)) for name in _COUNTS) not in before:
             _log_probe(run, row)
-    pairs = overlays(table, bundle, recommendation) if bundle is not None else ()
-    run.log(
-        metrics=[*_curve_metrics(pairs), *_summary(table, bundle, recommendation)],
-        tags={"tula.table_digest": table.digest},
-    )
-    with tempfile.TemporaryDirectory(prefix="tula-") as scratch:
-        folder = Path(scratch)
-        _write_documents(folder, table, bundle, recommendation)
-        if bundle is not None:
-            _write_figures(folder / "figures", table, bundle, recommendation, memory_limit_bytes)
-        run.files(folder)
-    _log_table(run, table)
-    run.describe(
-        describe_profile(
-            table, bundle, recommendation, registered=_registered(registered), notes=notes
-        )
-    )
 
 
 def log_registration(run: Run, registered: RegisteredPredictor) -> None:
@@ -283,7 +304,7 @@ def _summary(
         "profiling_time_s": sum(row.probe_time_s or 0.0 for row in table.measurements),
     }
     if bundle is not None:
-        for name in ("step_time_mape", "memory_mape", "convergence_mape", "coverage"):
+        for name in FIT_METRICS:
             numbers[f"fit/{name}"] = getattr(bundle.report, name)
     if recommendation is not None:
         for name in (*_COUNTS, "global_batch_size"):
@@ -291,36 +312,6 @@ def _summary(
         for name in ("step_time_s", "epoch_time_s", "peak_memory_bytes", "time_s", "cost_usd"):
             numbers[f"choice/{name}"] = getattr(recommendation.choice, name)
     return [(name, value, 0) for name, value in numbers.items()]
-
-
-def _write_documents(
-    folder: Path,
-    table: ProfileTable,
-    bundle: PredictorBundle | None,
-    recommendation: Recommendation | None,
-) -> None:
-    """The exact JSON documents, and the table as CSV for everybody else."""
-    table.to_frame().to_csv(folder / "profile_table.csv", index=False)
-    documents = {"profile": table, "bundle": bundle, "recommendation": recommendation}
-    for name, document in documents.items():
-        if document is not None:
-            text = json.dumps(document.to_dict(), indent=1, sort_keys=True)
-            (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _write_figures(
-    folder: Path,
-    table: ProfileTable,
-    bundle: PredictorBundle,
-    recommendation: Recommendation | None,
-    memory_limit_bytes: float | None,
-) -> None:
-    """The overview as PNG and as a page, and the residuals."""
-    folder.mkdir()
-    limit = {"memory_limit_bytes": memory_limit_bytes}
-    plots.save_png(plots.overview(table, bundle, recommendation, **limit), folder / "overview.png")
-    plots.save_png(plots.residuals(table, bundle), folder / "residuals.png")
-    interactive.save_html(folder / "overview.html", table, bundle, recommendation, **limit)
 
 
 def _log_table(run: Run, table: ProfileTable) -> None:
@@ -332,15 +323,4 @@ def _log_table(run: Run, table: ProfileTable) -> None:
         there = {one.path for one in run.client.list_artifacts(run.run_id)}
         if _TABLE not in there:
             run.client.log_table(run.run_id, data=frame, artifact_file=_TABLE)
-        facts = from_pandas(frame, name=table.workload.slug, digest=table.digest)
-        named = facts.to_dict()
-        dataset = Dataset(
-            name=named["name"],
-            digest=named["digest"],
-            source_type=named["source_type"],
-            source=named["source"],
-            schema=named.get("schema"),
-            profile=named.get("profile"),
-        )
-        tags = [InputTag("mlflow.data.context", "profile")]
-        run.client.log_inputs(run.run_id, [DatasetInput(dataset=dataset, tags=tags)])
+        run.client.log_inputs(run.run_id, [profile_dataset(table)])
