@@ -19,17 +19,16 @@ What `output_dir` holds:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -40,14 +39,16 @@ from mlflow_tula.errors import InvalidInputError, StoreError, TrainingError
 from mlflow_tula.files import read_json, write_json
 from mlflow_tula.hardware import detect
 from mlflow_tula.launch import RankFailedError, RankGroup
+from mlflow_tula.launch.cluster import Cluster
 from mlflow_tula.launch.failures import RankFailure
-from mlflow_tula.specs import DeviceType
+from mlflow_tula.specs import DeviceType, check_int
 from mlflow_tula.training.checkpoint import (
     has_checkpoint,
     remove_checkpoints,
     remove_partial,
     training_difference,
 )
+from mlflow_tula.training.elastic import Restarts
 from mlflow_tula.training.facts import (
     EVENTS_NAME,
     REQUEST_NAME,
@@ -61,6 +62,7 @@ from mlflow_tula.training.facts import (
     TrainRequest,
     TrainResult,
 )
+from mlflow_tula.training.parent import EventReader, OnEvent, Told, signals_kept
 from mlflow_tula.workloads.job import Job
 
 __all__ = [
@@ -82,8 +84,8 @@ LOG_NAME = "training.log"
 
 _POLL_S = 0.1
 _GRACE_S = 60.0
-
-OnEvent = Callable[[TrainEvent], None]
+_PEERS_GRACE_S = 10.0
+"""After one rank told of its failure, so long may the others take to end by themselves."""
 
 _logger = logging.getLogger(__name__)
 
@@ -99,8 +101,10 @@ def train(
     limits: Limits | None = None,
     on_event: OnEvent | None = None,
     threads_per_rank: int | None = None,
+    max_restarts: int = 0,
     node_rank: int = 0,
     master: str = "",
+    cluster: Cluster | None = None,
 ) -> TrainResult:
     """Train to the last epoch, or to a limit, and return how it went.
 
@@ -118,8 +122,12 @@ def train(
         limits: when to stop before the last epoch, and when to save.
         on_event: called in this thread, with everything from the first step to the last.
         threads_per_rank: OpenMP threads; None divides the cores among the local ranks.
+        max_restarts: so often a training whose ranks failed goes on from its last checkpoint,
+            with the same global batch (training/elastic.py says how).
         node_rank: this machine's place among `plan.nodes`; call `train` on each of them.
         master: `host:port` of node 0, where there is more than one node.
+        cluster: the nodes of this command, in the place of `node_rank` and `master`: called on
+            node 0, the others follow.
 
     Raises:
         InvalidInputError: the request is wrong, or the checkpoint belongs to another training.
@@ -139,15 +147,21 @@ def train(
     with _alone_in(folder, node_rank):
         if node_rank == 0:
             _settle(request, folder, resume=resume)
-        group = RankGroup(
-            "mlflow_tula.training.worker",
-            num_ranks=plan.devices_per_node,
-            threads_per_rank=threads_per_rank,
-            nodes=plan.nodes,
-            node_rank=node_rank,
-            master=master,
-        )
-        return _run(group, request, on_event or (lambda event: None))
+
+        def start(request: TrainRequest) -> RankGroup:
+            return RankGroup(
+                "mlflow_tula.training.worker",
+                num_ranks=request.plan.devices_per_node,
+                threads_per_rank=threads_per_rank,
+                nodes=request.plan.nodes,
+                node_rank=node_rank,
+                master=master,
+                cluster=cluster,
+                files={REQUEST_NAME: json.dumps(request.to_dict())},
+            )
+
+        restarts = Restarts(check_int("max_restarts", max_restarts, minimum=0))
+        return _run_on(start, request, restarts, cluster, on_event or (lambda event: None))
 
 
 def saved_plan(output_dir: str | Path) -> BatchPlan | None:
@@ -234,12 +248,43 @@ def _settle(request: TrainRequest, folder: Path, *, resume: bool) -> None:
     write_json(path, document)
 
 
+def _run_on(
+    start: Callable[[TrainRequest], RankGroup],
+    request: TrainRequest,
+    restarts: Restarts,
+    cluster: Cluster | None,
+    on_event: OnEvent,
+) -> TrainResult:
+    """Run the ranks, and start anew where they failed and may go on."""
+    told, began, output_dir = Told(on_event), time.monotonic(), Path(request.output_dir)
+    notes: list[str] = []
+    while True:
+        try:
+            result = _run(start(request), request, told)
+            return dataclasses.replace(
+                result, restarts=restarts.num, warnings=(*notes, *result.warnings)
+            )
+        except RankFailedError as error:
+            following = restarts.after(
+                error.failure,
+                request.plan,
+                saved_step=told.saved_step if has_checkpoint(output_dir) else 0,
+                nodes=request.plan.nodes if cluster is None else cluster.present,
+            )
+            if following.plan is None:
+                raise _as_error(error.failure, output_dir, following.reason) from error
+            _logger.warning("%s", following.reason)
+            notes.append(following.reason)
+            told.warn(following.reason)
+            limits = request.limits.after(time.monotonic() - began)
+            request = dataclasses.replace(request, plan=following.plan, limits=limits)
+
+
 def _run(group: RankGroup, request: TrainRequest, on_event: OnEvent) -> TrainResult:
     """Start the ranks, pass their events on, and turn their end into a result or an error."""
     output_dir = Path(request.output_dir)
-    (group.folder / REQUEST_NAME).write_text(json.dumps(request.to_dict()))
-    events = _EventReader(group.folder / EVENTS_NAME)
-    with _signals_kept() as received, group:
+    events = EventReader(group.folder / EVENTS_NAME)
+    with signals_kept() as received, group:
         _follow(group, events, on_event, received)
         if received and group.poll() is None:
             _logger.warning("training did not stop within %.0f s and is ended", _GRACE_S)
@@ -257,11 +302,13 @@ def _run(group: RankGroup, request: TrainRequest, on_event: OnEvent) -> TrainRes
     return result
 
 
-def _follow(group: RankGroup, events: _EventReader, on_event: OnEvent, received: list[int]) -> None:
+def _follow(group: RankGroup, events: EventReader, on_event: OnEvent, received: list[int]) -> None:
     """Until the ranks are gone: pass events on, and hand a signal down as the stop file."""
     deadline = math.inf
     while group.poll() is None and time.monotonic() < deadline:
         events.pass_on(on_event)
+        if deadline == math.inf and any(group.folder.glob("failure-rank*.json")):
+            deadline = time.monotonic() + _PEERS_GRACE_S
         if received and deadline == math.inf:
             (group.folder / STOP_NAME).touch()
             deadline = time.monotonic() + _GRACE_S
@@ -273,11 +320,12 @@ def _follow(group: RankGroup, events: _EventReader, on_event: OnEvent, received:
 def _outcome(group: RankGroup, output_dir: Path) -> TrainResult:
     """The result of ranks that have ended, or the error that they ended with."""
     try:
+        group.stop_failed()
         group.wait()
-    except RankFailedError as error:
+    except RankFailedError:
         with contextlib.suppress(OSError):
             shutil.copy(group.folder / "log.txt", output_dir / LOG_NAME)
-        raise _as_error(error.failure, output_dir) from error
+        raise
     # Every rank reports the same; on a further node they are not numbered from 0.
     reports = sorted(group.folder.glob("result-rank*.json"))
     document = json.loads(reports[0].read_text())["result"] if reports else None
@@ -289,7 +337,7 @@ def _outcome(group: RankGroup, output_dir: Path) -> TrainResult:
     return TrainResult.from_dict(document)
 
 
-def _as_error(failure: RankFailure, output_dir: Path) -> errors.TulaError:
+def _as_error(failure: RankFailure, output_dir: Path, note: str = "") -> errors.TulaError:
     """A rank's failure in the words and the class that fit the caller."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, InvalidInputError | StoreError):
@@ -301,50 +349,6 @@ def _as_error(failure: RankFailure, output_dir: Path) -> errors.TulaError:
         way_out = "take a smaller local batch size, or more accumulation steps"
     if has_checkpoint(output_dir):
         way_out += f"; the checkpoint in {output_dir} is kept"
+    if note:
+        way_out = f"{note}; {way_out}"
     return TrainingError(f"training failed: {failure.reason} ({way_out})")
-
-
-class _EventReader:
-    """Reads the lines that rank 0 appended since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._place = 0
-        self._rest = b""
-
-    def pass_on(self, on_event: OnEvent) -> None:
-        """Call `on_event` for every whole new line."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._place)
-                content = file.read()
-        except FileNotFoundError:
-            return
-        self._place += len(content)
-        *lines, self._rest = (self._rest + content).split(b"\n")
-        for line in lines:
-            on_event(TrainEvent.from_dict(json.loads(line)))
-
-
-@contextmanager
-def _signals_kept() -> Iterator[list[int]]:
-    """Collect what asks this process to end, instead of dying of it; only the main thread can.
-
-    A signal that the caller ignores (SIGHUP under nohup) stays ignored.
-    """
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    known = [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
-    numbers = [number for number in known if number and signal.getsignal(number) != signal.SIG_IGN]
-    before = [signal.signal(number, remember) for number in numbers]
-    try:
-        yield received
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -110,6 +110,14 @@ def test_an_exit_code_tells_what_it_can() -> None:
     killed = RankFailure.from_exit(1, -9)
     assert (killed.status, killed.kind) == ("oom", "SIGKILL")
     assert killed.reason.startswith("rank 1: killed by SIGKILL, probably by the kernel")
+    sure = RankFailure.from_exit(1, -9, for_memory=True)
+    assert (sure.status, sure.message) == (
+        "oom",
+        "killed by SIGKILL by the kernel because memory ran out",
+    )
+    other = RankFailure.from_exit(1, -9, for_memory=False)
+    assert (other.status, other.kind) == ("failed", "SIGKILL")
+    assert "not for memory" in other.reason
     crashed = RankFailure.from_exit(0, -11)
     assert (crashed.status, crashed.kind) == ("failed", "SIGSEGV")
     ended = RankFailure.from_exit(None, 3, "KeyError: last words\nE1130 elastic failed\n\n")

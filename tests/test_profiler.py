@@ -17,6 +17,7 @@ import torch
 from launch_parts import ranks_left
 
 from mlflow_tula.errors import InvalidInputError, ProfilingError, UnknownNameError
+from mlflow_tula.launch.failures import memory_kills
 from mlflow_tula.profiler import (
     ProbeSettings,
     ProfileEvent,
@@ -233,7 +234,11 @@ def _rows(table: ProfileTable) -> dict[tuple[int, int], Measurement]:
     ("model", "status", "words"),
     [
         ("oom_on_rank_1", "oom", "rank 1: OutOfMemoryError: CUDA out of memory"),
-        ("killed_on_rank_1", "oom", "rank 1: killed by SIGKILL, probably by the kernel"),
+        (
+            "killed_on_rank_1",
+            "oom" if memory_kills() is None else "failed",
+            "rank 1: killed by SIGKILL",
+        ),
         ("raises_on_rank_0", "failed", "rank 0: ValueError: wrong shape of moon"),
     ],
 )

@@ -120,3 +120,34 @@ class _SlowOnOneRank(nn.Module):
 def slow_on_one_rank(num_classes: int) -> nn.Module:
     """linear_net whose last rank takes three times as long."""
     return _SlowOnOneRank(linear_net(num_classes))
+
+
+def _told_to_fail() -> bool:
+    """Whether this rank is the one that FAIL_RANK names, in a group of FAIL_WORLD ranks."""
+    wanted = os.environ.get("FAIL_RANK"), os.environ.get("FAIL_WORLD", os.environ["WORLD_SIZE"])
+    if (os.environ["RANK"], os.environ["WORLD_SIZE"]) != wanted:
+        return False
+    global _calls
+    _calls += 1
+    if _calls != int(os.environ.get("FAIL_CALL", "12")):
+        return False
+    once = os.environ.get("FAIL_ONCE")
+    if once is None:
+        return True
+    try:  # the first start alone fails
+        os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def fails_as_told(logits: Tensor, labels: Tensor) -> Tensor:
+    """cross_entropy that fails in the way, on the rank and at the call that FAIL_* name."""
+    if logits.requires_grad and _told_to_fail():
+        how = os.environ["FAIL_HOW"]
+        if how == "oom":
+            torch.empty(2**50, dtype=torch.uint8)
+        if how == "exception":
+            raise ValueError("the moon is in the wrong phase")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return cross_entropy(logits, labels)

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mlflow_tula.errors import InvalidInputError, TulaError, WorkFailedError
 from mlflow_tula.launch.failures import RankFailure
@@ -49,7 +49,15 @@ _BEAT_S = 1.0
 
 
 class NodeLostError(WorkFailedError):
-    """Node 0 cannot be heard any more."""
+    """Node 0 cannot be heard any more, so that this node has to speak for itself."""
+
+    unheard: ClassVar[bool] = True
+
+
+class UnreachableError(InvalidInputError):
+    """Node 0 was never reached."""
+
+    unheard: ClassVar[bool] = True
 
 
 class Cluster:
@@ -72,8 +80,9 @@ class Cluster:
         self._store: Store | None = None
         self._said = 0
         self._groups = 0
-        self._alive: dict[int, tuple[int, float]] = {}
-        self._looked = 0.0
+        self._alive: dict[int, tuple[int, float, float]] = {}
+        self._members: dict[int, list[int]] = {}
+        self.lost: set[int] = set()
         self._stopped = threading.Event()
         self._code: int | None = None
 
@@ -113,25 +122,36 @@ class Cluster:
             probe.bind(("", 0))
             return f"{self.place.host}:{probe.getsockname()[1]}"
 
+    @property
+    def present(self) -> int:
+        """Nodes that were not lost, this one included."""
+        return self.place.nodes - len(self.lost)
+
     def start(self, description: Mapping[str, Any]) -> int:
-        """Tell the other nodes to start their part of a group; returns the group's number."""
+        """Tell the other nodes to start their part of a group; returns the group's number.
+
+        The first so many nodes take part that were not lost; they are counted anew.
+        """
         self._groups += 1
-        self._say({"kind": "start", "group": self._groups, **description})
+        here = [node for node in range(self.place.nodes) if node not in self.lost]
+        members = self._members[self._groups] = here[: int(description["nodes"])]
+        self._say({"kind": "start", "group": self._groups, "members": members, **description})
         return self._groups
 
     def stop(self, group: int) -> None:
         """Tell the other nodes to end their part of a group."""
         self._say({"kind": "stop", "group": group})
 
-    def failures(self, group: int, nodes: int) -> list[RankFailure]:
+    def failures(self, group: int) -> list[RankFailure]:
         """What the other nodes told of their ranks in a group, and nodes that fell silent."""
         store, found = self._opened(), []
-        for node in range(1, nodes):
+        for node in self._members[group][1:]:
             key = f"failed-{group}-{node}"
             if store.check([key]):
                 rows = json.loads(store.get(key))
                 found += [RankFailure.from_dict(row) for row in rows]
             elif self._silent(node):
+                self.lost.add(node)
                 found.append(
                     RankFailure(
                         rank=None,
@@ -201,7 +221,7 @@ class Cluster:
         return 1
 
     def _takes_part(self, word: Mapping[str, Any]) -> bool:
-        return self.place.is_agent and self.place.node_rank < int(word["nodes"])
+        return self.place.is_agent and self.place.node_rank in word["members"]
 
     def _started(self, word: Mapping[str, Any]) -> RankGroup:
         """This node's part of a group."""
@@ -217,7 +237,7 @@ class Cluster:
             folder=folder,
             files=word["files"],
             nodes=int(word["nodes"]),
-            node_rank=self.place.node_rank,
+            node_rank=word["members"].index(self.place.node_rank),
             master=word["master"],
         ).start()
 
@@ -251,7 +271,7 @@ class Cluster:
         except (RuntimeError, ValueError, OSError) as error:
             what = "listen at" if place.leads and not place.served else "reach node 0 at"
             reason = " ".join(str(error).split())[:160]
-            raise InvalidInputError(
+            raise UnreachableError(
                 f"cannot {what} {place.host}:{place.port} within {self.join_timeout_s:.0f} s "
                 f"({reason}): check the address, the port and the firewall"
             ) from error
@@ -317,14 +337,12 @@ class Cluster:
     def _silent(self, node: int) -> bool:
         """Whether a node's agent gave no sign of life for LOST_S."""
         now = time.monotonic()
-        count, since = self._alive.get(node, (-1, now))
-        if now - self._looked < _BEAT_S and node in self._alive:
-            return now - since > LOST_S
-        self._looked = now
-        latest = self._opened().add(f"alive-{node * self.place.ranks_per_node}", 0)
-        if latest != count:
-            count, since = latest, now
-        self._alive[node] = (count, since)
+        count, since, looked = self._alive.get(node, (-1, now, 0.0))
+        if now - looked >= _BEAT_S:
+            latest = self._opened().add(f"alive-{node * self.place.ranks_per_node}", 0)
+            if latest != count:
+                count, since = latest, now
+            self._alive[node] = (count, since, now)
         return now - since > LOST_S
 
     def _has_joined(self, number: int) -> bool:

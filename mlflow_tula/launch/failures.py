@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from mlflow_tula.specs import Spec
@@ -45,6 +46,12 @@ _LOOK_ALIKE = re.compile(
 _ERROR_LINE = re.compile(r"error\b|exception\b|no module named|terminate called", re.IGNORECASE)
 _LAUNCHER = re.compile(r"elastic|^[EWI]\d{4} |^\[?rank\d|exitcode|traceback", re.IGNORECASE)
 _MAX_REASON = 300
+_GUESSES = {
+    None: ", probably by the kernel because memory ran out",
+    True: " by the kernel because memory ran out",
+    False: ", and not for memory: the kernel killed nothing for it",
+}
+_VMSTAT = Path("/proc/vmstat")
 
 
 def is_out_of_memory(failure: BaseException | str | None) -> bool:
@@ -68,6 +75,16 @@ def is_out_of_memory(failure: BaseException | str | None) -> bool:
             return True
         link = link.__cause__ or link.__context__
     return False
+
+
+def memory_kills() -> int | None:
+    """Processes that this machine's kernel killed for memory since it started; None: unknown."""
+    try:
+        lines = _VMSTAT.read_text().splitlines()
+    except OSError:
+        return None
+    counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
+    return int(counts[0]) if counts and counts[0].isdigit() else None
 
 
 def one_line(failure: BaseException | str) -> str:
@@ -114,10 +131,18 @@ class RankFailure(Spec):
         )
 
     @classmethod
-    def from_exit(cls, rank: int | None, exit_code: int, log_tail: str = "") -> RankFailure:
+    def from_exit(
+        cls,
+        rank: int | None,
+        exit_code: int,
+        log_tail: str = "",
+        *,
+        for_memory: bool | None = None,
+    ) -> RankFailure:
         """What an exit code tells where a rank left no words of its own.
 
-        SIGKILL is how the kernel frees memory, so it counts as (probably) out of memory.
+        SIGKILL is how the kernel frees memory. Where it counts such kills, `for_memory` says
+        whether there was one; where it does not (None), SIGKILL is taken for one.
         """
         if exit_code < 0:
             try:
@@ -125,8 +150,9 @@ class RankFailure(Spec):
             except ValueError:
                 name = f"signal {-exit_code}"
             killed = -exit_code == getattr(signal, "SIGKILL", 9)
-            guess = ", probably by the kernel because memory ran out" if killed else ""
-            status: FailureStatus = "oom" if killed or is_out_of_memory(log_tail) else "failed"
+            guess = _GUESSES[for_memory] if killed else ""
+            memory = killed and for_memory is not False
+            status: FailureStatus = "oom" if memory or is_out_of_memory(log_tail) else "failed"
             return cls(
                 rank=rank,
                 status=status,

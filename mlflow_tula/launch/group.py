@@ -36,12 +36,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import psutil
 
 from mlflow_tula.errors import InvalidInputError, WorkFailedError
-from mlflow_tula.launch.failures import RankFailure, root_cause
+from mlflow_tula.launch.environment import rank_environment as rank_environment
+from mlflow_tula.launch.environment import usable_threads
+from mlflow_tula.launch.failures import RankFailure, memory_kills, root_cause
 from mlflow_tula.launch.ranks import (
-    FOLDER_VARIABLE,
     FOLDER_WORD,
     GROUP_VARIABLE,
-    PARENT_VARIABLE,
     signal_all,
     write_json,
 )
@@ -52,14 +52,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DROPPED = frozenset(
-    {
-        "MLFLOW_RUN_ID",
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
-        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        *("MASTER_ADDR", "MASTER_PORT"),
-    }
-)
 _GRACE_S = 3.0
 _LOG_TAIL = 4000
 _REMOTE_POLL_S = 0.25
@@ -136,7 +128,7 @@ class RankGroup:
             "master": master,
             "files": self._files,
         }
-        self._nodes, self._number, self._asked = nodes, 0, 0.0
+        self._number, self._asked = 0, 0.0
         placement = ["--nproc-per-node", str(num_ranks), "--max-restarts", "0"]
         if nodes > 1:
             host, port = master.rsplit(":", 1)
@@ -148,6 +140,7 @@ class RankGroup:
         here = [text.replace(FOLDER_WORD, str(self.folder)) for text in arguments]
         self._command += ["--module", module, *here]
         self._process: subprocess.Popen[bytes] | None = None
+        self._memory_kills: int | None = None
 
     def start(self) -> Self:
         """Start the agent; its ranks follow within seconds."""
@@ -155,6 +148,7 @@ class RankGroup:
             (self.folder / name).write_text(text)
         if self._cluster is not None:
             self._number = self._cluster.start(self._description)
+        self._memory_kills = memory_kills()
         with (self.folder / "log.txt").open("ab") as log:
             # Its own session: a Ctrl-C in the terminal reaches only the caller, who then decides.
             self._process = subprocess.Popen(
@@ -209,11 +203,22 @@ class RankGroup:
         if self._cluster is None or not self._number or now - self._asked < _REMOTE_POLL_S:
             return False
         self._asked = now
-        found = self._cluster.failures(self._number, self._nodes)
+        found = self._cluster.failures(self._number)
         for index, failure in enumerate(found):
             name = f"failure-rank{'x' if failure.rank is None else failure.rank}-{index}.json"
             write_json(self.folder / name, failure.to_dict())
         return bool(found)
+
+    def stop_failed(self) -> None:
+        """End a group one rank of which told of its failure while others still wait for it.
+
+        Raises:
+            RankFailedError: with that rank's failure, when none is left.
+        """
+        if self.poll() is None and any(self.folder.glob("failure-rank*.json")):
+            failure = self.failure()
+            self.stop()
+            raise RankFailedError(failure)
 
     def failure(self) -> RankFailure:
         """Why the group ended: a rank's own words, else its exit code, else the agent's."""
@@ -226,13 +231,22 @@ class RankGroup:
         exits = self._read_json("exits.json") or {}
         tail = self.log_tail()
         silent = [
-            RankFailure.from_exit(int(rank), int(code), tail)
+            RankFailure.from_exit(int(rank), int(code), tail, for_memory=self._killed_for_memory())
             for rank, code in exits.items()
             if all(failure.rank != int(rank) for failure in told)
         ]
         if told or silent:
             return root_cause([*told, *silent])
-        return RankFailure.from_exit(None, self.poll() or 0, tail)
+        return RankFailure.from_exit(
+            None, self.poll() or 0, tail, for_memory=self._killed_for_memory()
+        )
+
+    def _killed_for_memory(self) -> bool | None:
+        """Whether the kernel killed a process for memory since the start; None: it does not say."""
+        now = memory_kills()
+        if now is None or self._memory_kills is None:
+            return None
+        return now > self._memory_kills
 
     def _hear_of_peers(self) -> None:
         """Give the other nodes a moment to tell of their ranks: the cause is chosen among all."""
@@ -341,44 +355,3 @@ def timeout_failure(timeout_s: float | None) -> RankFailure:
     return RankFailure(
         rank=None, status="failed", kind="timeout", message=f"no answer within {timeout_s:.0f} s"
     )
-
-
-def usable_threads() -> int:
-    """Cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def rank_environment(
-    folder: Path,
-    identity: str,
-    *,
-    threads: int,
-    additions: Mapping[str, str],
-    nodes: int = 1,
-) -> dict[str, str]:
-    """The environment of a group: the caller's, less what would lead its ranks astray."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _DROPPED and not name.startswith(("TORCHELASTIC_", "TORCH_NCCL_ASYNC"))
-    }
-    here = [path or str(Path.cwd()) for path in sys.path]
-    environment |= {
-        # The caller's import path, and not the folder it happens to stand in (a file
-        # named like a standard module would shadow it).
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(here)),
-        "PYTHONSAFEPATH": "1",
-        "OMP_NUM_THREADS": str(threads),
-        # Spinning threads collapse when anything else runs on the machine.
-        "OMP_WAIT_POLICY": "passive",
-        "KINETO_LOG_LEVEL": "5",
-        FOLDER_VARIABLE: str(folder),
-        GROUP_VARIABLE: identity,
-        PARENT_VARIABLE: str(os.getpid()),
-    }
-    if nodes == 1 and sys.platform == "linux":
-        # One machine: gloo must not depend on what the host name resolves to.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment | dict(additions)

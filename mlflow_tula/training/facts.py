@@ -112,6 +112,12 @@ class Limits(Spec):
         if self.checkpoint_every_s is not None:
             check_real("checkpoint_every_s", self.checkpoint_every_s)
 
+    def after(self, spent_s: float) -> Limits:
+        """What is left of them when so many seconds were spent."""
+        if self.time_limit_s is None:
+            return self
+        return dataclasses.replace(self, time_limit_s=max(self.time_limit_s - spent_s, 1e-3))
+
 
 class _Metrics:
     """Mixin: the numbers of a record under names fit for MLflow."""
