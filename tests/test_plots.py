@@ -179,6 +179,6 @@ def test_units_of_nothing():
 
 
 def test_figures_leave_nothing_global_and_need_no_display():
-    code = "import sys, mlflow_tula.plots.figures as p; p._figure(1, 1, width=3.0, height=2.0);"
+    code = "import sys, mlflow_tula.plots.figures as p; p.new_figure(1, 1, width=3.0, height=2.0);"
     code += "sys.exit(bool({'matplotlib.pyplot', 'torch', 'mlflow'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -149,7 +149,7 @@ def test_the_description_begins_with_the_decision(logged, choice):
     lines = logged.data.tags["mlflow.note.content"].splitlines()
     assert lines[0].startswith(f"**Take global batch size {choice.global_batch_size:,} on ")
     assert f"objective `{choice.objective}`" in lines[0]
-    assert any(line.startswith(f"| **{choice.global_batch_size:,}** |") for line in lines)
+    assert any(line.startswith(f"| **{choice.global_batch_size:,}**&ensp;|") for line in lines)
     assert "- ask again: `tula recommend --model vgg11`" in lines
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlflow_tula.cli import options
 from mlflow_tula.cli.options import option
 from mlflow_tula.cli.render import note, print_json, print_recommendation
-from mlflow_tula.cli.types import OpenText, count
+from mlflow_tula.cli.types import OpenText, count, duration
+from mlflow_tula.errors import InvalidInputError, NotRegisteredError
+
+if TYPE_CHECKING:
+    from mlflow_tula.recommend import Recommendation
 
 
 @click.command("recommend")
@@ -26,7 +31,7 @@ from mlflow_tula.cli.types import OpenText, count
     "--hardware",
     OpenText("auto"),
     "auto",
-    "Hardware slug or fingerprint of `tula registry`; auto: this machine.",
+    "Device name, or slug or fingerprint of `tula registry list`; auto: this machine.",
 )
 @option("--alias", str, "champion", "Alias of the registered version to ask.")
 @option(
@@ -34,6 +39,12 @@ from mlflow_tula.cli.types import OpenText, count
     OpenText("none"),
     "none",
     "A bundle.json to ask instead of the registry.",
+)
+@option(
+    "--refine",
+    duration("20s", open_word="none"),
+    "none",
+    "Seconds for one or two probes, where the workload was never profiled on this hardware.",
 )
 @options.device_option
 @options.store_options
@@ -48,8 +59,48 @@ def command(as_json: bool, **values: Any) -> None:
     """
     from mlflow_tula.cli.flow import find_bundle, make_recommendation
 
-    bundle, source = find_bundle(values)
+    try:
+        bundle, source = find_bundle(values)
+    except NotRegisteredError as error:
+        _answer_cold(values, as_json, error)
+        return
     choice = make_recommendation(bundle, values)
+    _print(as_json, source, choice)
+    if values["refine"] is not None:
+        note("--refine is for workloads without a profile; this one has one")
+
+
+def _answer_cold(values: Mapping[str, Any], as_json: bool, error: NotRegisteredError) -> None:
+    """What other models on the hardware say, or the error that nothing is registered."""
+    from mlflow_tula.cli.cold import cold_answer, print_how_to_sharpen, refine
+    from mlflow_tula.cli.flow import make_recommendation
+
+    if values["bundle"] is not None or values["alias"] != "champion":
+        raise error
+    job = options.make_job(values)
+    hardware = values["hardware"] or options.detect_hardware(values["device"])
+    answer = cold_answer(job, hardware)
+    if answer is None:
+        raise error
+    choice = make_recommendation(answer.bundle, values)
+    limits = {"memory_limit_bytes": values["memory_limit"]}
+    if values["refine"] is not None:
+        if values["hardware"] is not None:
+            raise InvalidInputError("--refine probes this machine: leave --hardware out")
+        answer, choice = refine(
+            answer,
+            choice,
+            job,
+            values["refine"],
+            lambda bundle: make_recommendation(bundle, values),
+            **limits,
+        )
+    _print(as_json, answer.source, choice)
+    if not as_json:
+        print_how_to_sharpen(answer, choice, **limits)
+
+
+def _print(as_json: bool, source: str, choice: Recommendation) -> None:
     if as_json:
         print_json({"source": source, **choice.to_dict()})
         return

@@ -29,7 +29,14 @@ from mlflow_tula.cli.types import OpenText
 @options.json_option
 def command(as_json: bool, **values: Any) -> None:
     """Register a fitted bundle; it becomes champion if it is no worse than the present one."""
-    from mlflow_tula.cli.flow import BUNDLE_FILE, TABLE_FILE, file_of, read_bundle, read_table
+    from mlflow_tula.cli.flow import (
+        BUNDLE_FILE,
+        TABLE_FILE,
+        file_of,
+        read_bundle,
+        read_table,
+        register_bundle,
+    )
 
     job = options.make_job(values)
     path = file_of(values, "bundle", BUNDLE_FILE, job)
@@ -37,11 +44,10 @@ def command(as_json: bool, **values: Any) -> None:
     # The table that a bundle was fitted to lies beside it, whatever the options name.
     table = read_table(Path(values["table"] or path.with_name(TABLE_FILE)))
     options.use_store(values, write=True)
-    from mlflow_tula import registry
-
-    done = registry.register(bundle, table=table, experiment=values["experiment"])
+    done = register_bundle(bundle, table, values, command="register")
     if as_json:
         print_json(done.to_dict())
         return
-    click.echo(f"registered {done.name} version {done.version}: {done.reason}")
+    verb = "registered" if done.added else "found"
+    click.echo(f"{verb} {done.name} version {done.version}: {done.reason}")
     click.echo(f"load it with mlflow.pyfunc.load_model({done.uri!r})")

@@ -1,6 +1,7 @@
 """Figures from core types: matplotlib for files, plotly for an offline page."""
 
 from mlflow_tula.plots.figures import (
+    cost,
     epoch_time,
     memory,
     overview,
@@ -11,6 +12,7 @@ from mlflow_tula.plots.figures import (
 )
 
 __all__ = [
+    "cost",
     "epoch_time",
     "memory",
     "overview",

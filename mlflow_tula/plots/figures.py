@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 from mlflow_tula.plots.overlays import overlays
 from mlflow_tula.plots.panels import (
     draw_memory,
-    draw_pareto,
     draw_residuals,
     draw_throughput,
     draw_times,
-    has_cost,
     key,
 )
+from mlflow_tula.plots.tradeoffs import draw_certainty, draw_cost, draw_pareto, has_cost
 from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.recommend.recommendation import Recommendation
 from mlflow_tula.table import ProfileTable
@@ -43,7 +42,7 @@ def overview(
         recommendation: the choice to mark; none is marked when None.
         memory_limit_bytes: the limit to draw; the device's memory when None.
     """
-    figure = _figure(2, 2, width=13.0, height=9.0)
+    figure = new_figure(2, 2, width=13.0, height=9.0)
     axes = figure.subplots(2, 2)
     lines = overlays(table, bundle, recommendation, dense=True)
     limit = memory_limit_bytes or float(bundle.hardware.device_memory_bytes)
@@ -81,7 +80,7 @@ def memory(
     memory_limit_bytes: float | None = None,
 ) -> Figure:
     """Peak memory of a rank against the local batch size, with the limit."""
-    figure = _figure(1, 1, width=7.5, height=5.0)
+    figure = new_figure(1, 1, width=7.5, height=5.0)
     lines = overlays(table, bundle, recommendation, dense=True)
     limit = memory_limit_bytes or float(bundle.hardware.device_memory_bytes)
     draw_memory(figure.subplots(), lines, limit, recommendation)
@@ -89,16 +88,26 @@ def memory(
     return figure
 
 
+def cost(table: ProfileTable, bundle: PredictorBundle, recommendation: Recommendation) -> Figure:
+    """Cost of every candidate against the global batch size; device-hours without a price."""
+    figure = new_figure(1, 1, width=7.5, height=5.0)
+    lines = overlays(table, bundle, recommendation)
+    draw_cost(figure.subplots(), lines, recommendation)
+    key(figure, lines, recommendation, band=False)
+    return figure
+
+
 def pareto(recommendation: Recommendation) -> Figure:
-    """Cost against time of every candidate, with the front; needs prices."""
-    figure = _figure(1, 1, width=7.5, height=5.0)
+    """Cost against time of every candidate, with the front; device-hours without a price."""
+    figure = new_figure(1, 1, width=7.5, height=5.0)
     draw_pareto(figure.subplots(), recommendation)
+    draw_certainty(figure)
     return figure
 
 
 def residuals(table: ProfileTable, bundle: PredictorBundle) -> Figure:
     """Predicted over measured step time, less one, in percent, against the global batch size."""
-    figure = _figure(1, 1, width=7.5, height=4.5)
+    figure = new_figure(1, 1, width=7.5, height=4.5)
     lines = overlays(table, bundle)
     draw_residuals(figure.subplots(), lines)
     key(figure, lines, None, band=False)
@@ -110,7 +119,7 @@ def save_png(figure: Figure, path: str | Path) -> None:
     figure.savefig(Path(path), dpi=110)
 
 
-def _figure(rows: int, columns: int, *, width: float, height: float) -> Figure:
+def new_figure(rows: int, columns: int, *, width: float, height: float) -> Figure:
     """A figure with a canvas of its own."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -128,7 +137,7 @@ def _one(
     recommendation: Recommendation | None,
 ) -> Figure:
     """One time panel as a figure."""
-    figure = _figure(1, 1, width=7.5, height=5.0)
+    figure = new_figure(1, 1, width=7.5, height=5.0)
     lines = overlays(table, bundle, recommendation, dense=True)
     draw_times(figure.subplots(), lines, quantity, name, recommendation)
     key(figure, lines, recommendation)

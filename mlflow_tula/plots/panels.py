@@ -27,7 +27,6 @@ CHOICE_COLOR = "#C00000"
 MEDIAN_ERROR = 1.2533
 """Standard error of a median over that of a mean, for normal noise: the square root of pi / 2."""
 
-_LABELLED = 6
 _FAR_LIMIT = 4.0
 _LONG_AXIS = {"step_time_s": 6.0, "epoch_time_s": 30.0}
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -98,7 +97,7 @@ def draw_times(
     axes.set_title(f"{name} by batch size")
     _mark_failed(axes, lines, "global_batch_size")
     batch_axis(axes, "global batch size, samples", all_sizes(lines, "global_batch_size"))
-    _mark_choice(axes, recommendation, "global_batch_size", quantity, factor)
+    mark_choice(axes, recommendation, "global_batch_size", quantity, factor)
 
 
 def draw_throughput(
@@ -122,7 +121,7 @@ def draw_throughput(
     axes.set_ylabel("throughput, samples / s")
     axes.set_title("throughput by batch size")
     batch_axis(axes, "global batch size, samples", all_sizes(lines, "global_batch_size"))
-    _mark_choice(axes, recommendation, "global_batch_size", "throughput", 1.0)
+    mark_choice(axes, recommendation, "global_batch_size", "throughput", 1.0)
 
 
 def draw_memory(
@@ -149,7 +148,7 @@ def draw_memory(
     axes.set_title("memory by batch size")
     _mark_failed(axes, lines, "local_batch_size")
     batch_axis(axes, "local batch size, samples per rank", all_sizes(lines, "local_batch_size"))
-    _mark_choice(axes, recommendation, "local_batch_size", quantity, factor)
+    mark_choice(axes, recommendation, "local_batch_size", quantity, factor)
 
 
 def _draw_limit(axes: Axes, limit: float, unit: str, highest: float) -> None:
@@ -173,49 +172,6 @@ def _draw_limit(axes: Axes, limit: float, unit: str, highest: float) -> None:
     )
 
 
-def draw_pareto(axes: Axes, recommendation: Recommendation) -> None:
-    """Dollars against time of every candidate, the front joined by a line."""
-    points = [p for p in recommendation.curve if p.time_s is not None and p.cost_usd is not None]
-    to_target = recommendation.objective.endswith("to_target")
-    cost = "cost_to_target_usd" if to_target else "cost_usd"
-    points = [p for p in points if getattr(p, cost) is not None]
-    factor, unit = time_unit([p.time_s for p in points if p.time_s is not None])
-    for point in points:
-        axes.plot(
-            [(point.time_s or 0.0) * factor],
-            [getattr(point, cost)],
-            linestyle="none",
-            marker="o",
-            markersize=6,
-            color="0.35" if point.fits else "0.75",
-            markerfacecolor="none" if point.extrapolated or not point.fits else None,
-        )
-    front = [p for p in points if p.on_pareto]
-    front.sort(key=lambda p: p.time_s or 0.0)
-    axes.plot(
-        [(p.time_s or 0.0) * factor for p in front],
-        [getattr(p, cost) for p in front],
-        color=COLORS[0],
-        linewidth=1.4,
-        zorder=1,
-    )
-    for number, point in enumerate(front[:_LABELLED]):
-        text = f"{point.global_batch_size:,} on {point.world_size}"
-        where = ((point.time_s or 0.0) * factor, getattr(point, cost))
-        axes.annotate(
-            text, where, xytext=(9, (6, -12)[number % 2]), textcoords="offset points", fontsize=8
-        )
-    chosen = recommendation.choice
-    if chosen in points:
-        where = ((chosen.time_s or 0.0) * factor, getattr(chosen, cost))
-        axes.plot(*where, marker="*", markersize=17, color=CHOICE_COLOR, zorder=6)
-    axes.set_xlabel(f"time ({recommendation.basis}), {unit}")
-    _plain_log(axes)
-    axes.set_ylabel("cost, US dollars")
-    axes.set_title("cost against time (front: batch size on devices)")
-    axes.grid(alpha=0.25)
-
-
 def draw_residuals(axes: Axes, lines: Sequence[Overlay]) -> None:
     """Predicted over measured step time, less one, in percent."""
     axes.axhspan(-10, 10, color="0.93", zorder=0)
@@ -231,11 +187,6 @@ def draw_residuals(axes: Axes, lines: Sequence[Overlay]) -> None:
     axes.set_ylabel("predicted / measured - 1, %")
     axes.set_title("step time: what the fit leaves over (grey: within 10 %)")
     batch_axis(axes, "global batch size, samples", all_sizes(lines, "global_batch_size"))
-
-
-def has_cost(recommendation: Recommendation) -> bool:
-    """Whether any candidate has a price."""
-    return any(point.cost_usd is not None for point in recommendation.curve)
 
 
 def key(
@@ -301,7 +252,7 @@ def _mark_failed(axes: Axes, lines: Sequence[Overlay], x: str) -> None:
             )
 
 
-def _mark_choice(
+def mark_choice(
     axes: Axes,
     recommendation: Recommendation | None,
     x: str,
@@ -350,20 +301,10 @@ def _value_axis(axes: Axes, lines: Sequence[Overlay], quantity: str, factor: flo
         return
     axes.set_yscale("log")
     axes.set_ylim(low / 1.5, high * 1.5)
-    _plain_numbers(axes.yaxis)
+    plain_numbers(axes.yaxis)
 
 
-def _plain_log(axes: Axes) -> None:
-    """Both axes logarithmic, where there is something above zero on them."""
-    for name in ("x", "y"):
-        low, high = axes.dataLim.intervalx if name == "x" else axes.dataLim.intervaly
-        if not 0 < low <= high:
-            continue
-        axes.set(**{f"{name}scale": "log", f"{name}lim": (low / 1.3, high * 1.5)})
-        _plain_numbers(axes.xaxis if name == "x" else axes.yaxis)
-
-
-def _plain_numbers(axis: Axis) -> None:
+def plain_numbers(axis: Axis) -> None:
     """1, 2, 5, 10, ... in place of powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

@@ -28,6 +28,7 @@ from mlflow_tula.errors import (
 )
 from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.recommend import Recommendation, recommend
+from mlflow_tula.registry.cross_model import refit
 from mlflow_tula.registry.finding import (
     CHAMPION,
     RegisteredPredictor,
@@ -116,10 +117,20 @@ def register(
             raise
         if verdict.promoted:
             client.set_registered_model_alias(name, CHAMPION, version.version)
+    if verdict.promoted and table.features is not None:
+        _refit_cross_model(bundle, experiment)
     return from_version(
         client.get_model_version(name, version.version),
         alias=CHAMPION if verdict.promoted else None,
     )
+
+
+def _refit_cross_model(bundle: PredictorBundle, experiment: str | None) -> None:
+    """Let models that never ran here profit; what goes wrong there is no fault of the bundle."""
+    try:
+        refit(bundle.hardware, experiment=experiment)
+    except Exception as error:
+        _logger.warning("the cross-model predictor was not refitted: %s", error)
 
 
 def default_recommendation(bundle: PredictorBundle) -> Recommendation | None:

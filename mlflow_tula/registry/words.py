@@ -7,6 +7,7 @@ by hand and rollback rewrite.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.recommend.recommendation import CurvePoint, Recommendation
@@ -82,13 +83,18 @@ def curve_lines(recommendation: Recommendation) -> list[str]:
     shown = points[first : first + _ROWS]
     priced = any(point.cost_usd is not None for point in shown)
     header = ["batch", "step", "epoch", "memory of a device", *(["cost"] if priced else []), "fits"]
-    lines = [f"| {' | '.join(header)} |", f"|{'---:|' * len(header)}"]
+    lines = [table_row(header), f"|{'---:|' * len(header)}"]
     for point in shown:
         cells = _cells(point, priced=priced)
         if point == recommendation.choice:
             cells = [f"**{cell}**" if cell else "" for cell in cells]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(cells))
     return lines
+
+
+def table_row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table; MLflow draws its cells without any room between them."""
+    return "".join(f"| {cell}&ensp;" for cell in cells) + "|"
 
 
 def _cells(point: CurvePoint, *, priced: bool) -> list[str]:
