@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlflow_tula.specs import Spec, check_int
-from mlflow_tula.table import Measurement, ProfileTable
+from mlflow_tula.specs import Spec, check_choice, check_int
+from mlflow_tula.table import Compression, Measurement, ProfileTable
 
 MAX_FAILURES = 3
 """So many failed probes, and none that worked: something else than the batch size is wrong."""
@@ -26,11 +26,14 @@ class Probe(Spec):
     nodes: int = 1
     devices_per_node: int = 1
     accumulation_steps: int = 1
+    gradient_compression: Compression | None = None
 
     def __post_init__(self) -> None:
         """Check every field once."""
         for name in ("local_batch_size", "nodes", "devices_per_node", "accumulation_steps"):
             check_int(name, getattr(self, name))
+        if self.gradient_compression is not None:
+            check_choice("gradient compression", self.gradient_compression, Compression)
 
     @classmethod
     def of(cls, row: Measurement) -> Probe:
@@ -40,6 +43,7 @@ class Probe(Spec):
             nodes=row.nodes,
             devices_per_node=row.devices_per_node,
             accumulation_steps=row.accumulation_steps,
+            gradient_compression=row.gradient_compression,
         )
 
     @property
@@ -53,9 +57,10 @@ class Probe(Spec):
         return self.local_batch_size * self.accumulation_steps * self.world_size
 
     @property
-    def layout(self) -> tuple[int, int, int]:
-        """What a curve over batch sizes holds fixed: nodes, devices per node, accumulation."""
-        return self.nodes, self.devices_per_node, self.accumulation_steps
+    def layout(self) -> tuple[int, int, int, str]:
+        """What a curve over batch sizes holds fixed: nodes, devices, accumulation, compression."""
+        compression = self.gradient_compression or ""
+        return self.nodes, self.devices_per_node, self.accumulation_steps, compression
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

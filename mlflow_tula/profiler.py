@@ -23,14 +23,20 @@ from typing import Any, Literal
 from mlflow_tula.errors import InvalidInputError, ProfilingError, UnknownNameError
 from mlflow_tula.hardware import detect
 from mlflow_tula.launch import RankFailedError
+from mlflow_tula.launch.cluster import Cluster
 from mlflow_tula.probing.events import ProfileEvent, SweepRequest
 from mlflow_tula.probing.measure import is_input_bound
 from mlflow_tula.probing.own import reference, save_tensors
-from mlflow_tula.probing.plan import candidates, check_batch_sizes, check_world_sizes
+from mlflow_tula.probing.plan import (
+    candidates,
+    check_batch_sizes,
+    check_node_counts,
+    check_world_sizes,
+)
 from mlflow_tula.probing.settings import ProbeSettings
 from mlflow_tula.probing.sweep import Sweep
 from mlflow_tula.specs import Workload, check_int, check_real
-from mlflow_tula.table import ProfileTable
+from mlflow_tula.table import Compression, LinkMeasurement, ProfileTable
 from mlflow_tula.workloads.job import Job, is_import_path
 
 __all__ = ["ProbeSettings", "ProfileEvent", "ProfileInterrupted", "is_input_bound", "profile"]
@@ -58,7 +64,11 @@ def profile(
     time_budget_s: float | None = None,
     warmup_steps: int = ProbeSettings().warmup_steps,
     max_steps: int = ProbeSettings().max_steps,
-    accumulation_steps: int = 1,
+    accumulation_steps: int | Sequence[int] = 1,
+    gradient_compression: Sequence[Compression | None] = (None,),
+    node_counts: Sequence[int] | Literal["auto"] = "auto",
+    cluster: Cluster | None = None,
+    known_links: Sequence[LinkMeasurement] = (),
     memory_limit_bytes: int | None = None,
     max_batch_size: int | None = None,
     threads_per_rank: int | None = None,
@@ -87,7 +97,13 @@ def profile(
             else none.
         warmup_steps: untimed steps of each probe, at least 2.
         max_steps: timed steps of each probe at most.
-        accumulation_steps: passes per optimizer step.
+        accumulation_steps: passes per optimizer step; several numbers are each measured.
+        gradient_compression: how gradients are sent among ranks, each is measured: None as they
+            are, `bf16` by DDP's compression hook.
+        node_counts: numbers of nodes, each with the most of `world_sizes`; `auto`: one and all.
+        cluster: the nodes that a launcher started this command on (docs/distributed.md).
+        known_links: all-reduce times of this hardware that are known already: a single message
+            checks them, and the communication probe is skipped.
         memory_limit_bytes: of one rank; what is predicted to exceed it is not run, and an
             allocation beyond it fails. None: the device's memory, on a CPU the rank's share of
             what is available.
@@ -110,7 +126,6 @@ def profile(
     sizes = check_batch_sizes(batch_sizes)
     if search not in ("auto", "partial", "full"):
         raise UnknownNameError("search", str(search), ("auto", "partial", "full"))
-    steps = check_int("accumulation_steps", accumulation_steps)
     if max_batch_size is not None:
         max_batch_size = check_int("max_batch_size", max_batch_size)
     partial = search == "partial" or (search == "auto" and sizes is None)
@@ -118,7 +133,6 @@ def profile(
         check_real("time_budget_s", time_budget_s, strict=True)
     hardware = detect()
     with _own_parts(model_fn, dataset, loss_fn, optimizer_fn, job) as (whole_job, whole):
-        _check_strategy(whole_job)
         request = SweepRequest(
             job=whole_job,
             whole=whole,
@@ -132,6 +146,11 @@ def profile(
             threads_per_rank=threads_per_rank,
             walk_down=sizes is None,
             probe_timeout_s=check_real("probe_timeout_s", probe_timeout_s, strict=True),
+            node_counts=tuple(
+                check_node_counts(node_counts, 1 if cluster is None else cluster.place.nodes)
+            ),
+            cluster=cluster,
+            known_links=tuple(known_links),
         )
         with Sweep(request, on_event=on_event, output=_writable(output)) as sweep:
             try:
@@ -141,8 +160,10 @@ def profile(
                     found,
                     request.world_sizes,
                     sizes,
-                    accumulation_steps=steps,
+                    accumulation_steps=accumulation_steps,
                     max_batch_size=max_batch_size,
+                    node_counts=request.node_counts,
+                    compressions=gradient_compression,
                 )
                 return sweep.run(found, probes, resume_from)
             except RankFailedError as error:
@@ -182,11 +203,6 @@ def _own_parts(
             changes["dataset"] = f"{saved}:tensors" if saved else reference(dataset, "dataset")
         whole = dataset is not None and is_import_path(changes["dataset"])
         yield (Job(**changes) if job is None else job.replace(**changes)), whole
-
-
-def _check_strategy(job: Job) -> None:
-    if job.strategy != "ddp":
-        raise InvalidInputError(f"strategy {job.strategy!r} cannot be profiled yet: use ddp")
 
 
 def _check_resume(resume_from: ProfileTable | None, workload: Workload) -> None:

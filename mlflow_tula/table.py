@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mlflow_tula.documents import check_document, read_csv, shown
 from mlflow_tula.errors import InvalidInputError, SchemaError, TableError
+from mlflow_tula.model_features import ModelFeatures
 from mlflow_tula.specs import (
     HardwareSpec,
     Spec,
@@ -38,6 +39,11 @@ MAX_REASON = 2000
 
 Status = Literal["ok", "oom", "failed"]
 LinkScope = Literal["intra_node", "inter_node"]
+Compression = Literal["bf16"]
+
+SLOW_RATIO = 1.3
+"""A rank's own time over the median of the others' above which it is named: between ranks of one
+machine that were equally fast it was at most 1.15 (two gloo ranks on two cores, torch 2.14)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +57,10 @@ class Measurement(Spec):
     allocated bytes and resident growth); `allocated_memory_bytes` (live tensors) and
     `device_used_bytes` (on a CPU the kernel's resident peak) are other numbers. `cpu_time_ratio`
     is process time over wall time and thread: far below its quiet value it tells contention.
+    `backward_time_s` is the part of compute that synchronisation can hide behind. None of
+    `gradient_compression` and `bucket_bytes` is DDP's own: fp32 gradients in buckets of 25 MiB.
+    `slowest_rank_ratio` is that rank's own time, without its wait for the others, over the median
+    of theirs; `reason` names it where that is much.
     """
 
     local_batch_size: int
@@ -74,6 +84,11 @@ class Measurement(Spec):
     noise_scale: float | None = None
     cpu_time_ratio: float | None = None
     probe_time_s: float | None = None
+    backward_time_s: float | None = None
+    gradient_compression: Compression | None = None
+    bucket_bytes: int | None = None
+    slowest_rank: int | None = None
+    slowest_rank_ratio: float | None = None
 
     def __post_init__(self) -> None:
         """Check every field once; an `ok` row has a positive step time."""
@@ -82,6 +97,8 @@ class Measurement(Spec):
         self._take_int("devices_per_node", maximum=10**4)
         self._take_int("accumulation_steps", maximum=10**6)
         check_choice("status", self.status, Status)
+        if self.gradient_compression is not None:
+            check_choice("gradient compression", self.gradient_compression, Compression)
         self._take_reason()
         if self.status == "ok" and self.step_time_s is None:
             raise InvalidInputError("step_time_s is needed in a row of status ok, and is missing")
@@ -131,25 +148,36 @@ _OPTIONAL_REALS = (
     "noise_scale",
     "cpu_time_ratio",
     "probe_time_s",
+    "backward_time_s",
+    "slowest_rank_ratio",
 )
 _OPTIONAL_INTS = (
     "num_steps",
     "peak_memory_bytes",
     "allocated_memory_bytes",
     "device_used_bytes",
+    "bucket_bytes",
+    "slowest_rank",
 )
 COLUMNS = tuple(entry.name for entry in dataclasses.fields(Measurement))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkMeasurement(Spec):
-    """One timed all-reduce of `message_bytes` over nodes x devices_per_node ranks, seconds."""
+    """One timed all-reduce of `message_bytes` over nodes x devices_per_node ranks, seconds.
+
+    `num_buckets` of a gradient that was sent as DDP sends it; None: one plain message. With
+    `compression` the time holds both casts. `cpu_time_s` is what a rank's own cores did for it.
+    """
 
     scope: LinkScope
     nodes: int
     devices_per_node: int
     message_bytes: int
     time_s: float
+    num_buckets: int | None = None
+    compression: Compression | None = None
+    cpu_time_s: float | None = None
 
     def __post_init__(self) -> None:
         """Check every field once."""
@@ -158,16 +186,23 @@ class LinkMeasurement(Spec):
         self._take_int("devices_per_node", maximum=10**4)
         self._take_int("message_bytes")
         object.__setattr__(self, "time_s", _seconds("time_s", self.time_s))
+        if self.num_buckets is not None:
+            self._take_int("num_buckets", maximum=10**6)
+        if self.compression is not None:
+            check_choice("gradient compression", self.compression, Compression)
+        if self.cpu_time_s is not None:
+            check_real("cpu_time_s", self.cpu_time_s, maximum=MAX_TIME_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileTable:
-    """All measurements of one workload on one hardware."""
+    """All measurements of one workload on one hardware, and its counted kernels if known."""
 
     workload: Workload
     hardware: HardwareSpec
     measurements: tuple[Measurement, ...] = ()
     links: tuple[LinkMeasurement, ...] = field(default=())
+    features: ModelFeatures | None = None
 
     @property
     def ok(self) -> tuple[Measurement, ...]:
@@ -244,17 +279,16 @@ class ProfileTable:
         return pd.DataFrame([row.to_dict() for row in self.measurements], columns=list(COLUMNS))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types with `schema_version`; fields that are None are left out of rows."""
+        """Plain JSON types with `schema_version`; what is None is left out."""
+        counted = {} if self.features is None else {"features": self.features.to_dict()}
         return {
             "schema_version": TABLE_SCHEMA_VERSION,
             "kind": "tula.profile_table",
             "workload": self.workload.to_dict(),
             "hardware": self.hardware.to_dict(),
-            "measurements": [
-                {key: value for key, value in row.to_dict().items() if value is not None}
-                for row in self.measurements
-            ],
-            "links": [row.to_dict() for row in self.links],
+            "measurements": [_known(row) for row in self.measurements],
+            "links": [_known(row) for row in self.links],
+            **counted,
         }
 
     @classmethod
@@ -262,6 +296,7 @@ class ProfileTable:
         """Inverse of `to_dict`; a newer schema or another kind of document raises SchemaError."""
         check_document(data, kind="tula.profile_table", version=TABLE_SCHEMA_VERSION)
         rows, links = data.get("measurements", []), data.get("links", [])
+        counted = data.get("features")
         for name, found in (("measurements", rows), ("links", links)):
             if not isinstance(found, list) or len(found) > MAX_ROWS:
                 raise SchemaError(f"{name} must be a list of at most {MAX_ROWS:,} rows")
@@ -270,6 +305,7 @@ class ProfileTable:
             hardware=HardwareSpec.from_dict(data.get("hardware", {})),
             measurements=tuple(Measurement.from_dict(row) for row in rows),
             links=tuple(LinkMeasurement.from_dict(row) for row in links),
+            features=None if counted is None else ModelFeatures.from_dict(counted),
         )
 
 
@@ -291,3 +327,8 @@ def is_missing(value: object) -> bool:
 def _plain(value: Any) -> Any:
     """A numpy scalar as its Python type; strings that hold numbers stay strings."""
     return value.item() if hasattr(value, "item") else value
+
+
+def _known(row: Spec) -> dict[str, Any]:
+    """The fields of a row that are not None."""
+    return {key: value for key, value in row.to_dict().items() if value is not None}

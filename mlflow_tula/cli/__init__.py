@@ -33,6 +33,7 @@ COMMANDS = {
     "models": "models",
     "monitor": "monitor",
     "registry": "registry",
+    "sync": "sync",
     "doctor": "doctor",
 }
 
@@ -98,7 +99,7 @@ def run(args: list[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted; what was measured is kept, and the same command goes on", 130)
     except TulaError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error), error.exit_code, always=getattr(error, "unheard", False))
     except BrokenPipeError:
         sys.stderr.close()
         return 0
@@ -110,7 +111,19 @@ def run(args: list[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(message: str, code: int, *, always: bool = False) -> int:
+    """One line on stderr; of several processes that a launcher started only the first speaks."""
     text = " ".join(message.split())
-    click.echo(f"Error: {text}", err=True)
+    if always or _speaks():
+        click.echo(f"Error: {text}", err=True)
     return code
+
+
+def _speaks() -> bool:
+    """Whether this process is rank 0, or the only one."""
+    from mlflow_tula.launch.place import find_place
+
+    try:
+        return find_place().leads
+    except TulaError:
+        return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"

@@ -129,8 +129,10 @@ def make_recommendation(bundle: PredictorBundle, values: Values) -> Recommendati
     )
 
 
-def _more_than_one(steps: int | None) -> int | None:
+def _more_than_one(steps: int | tuple[int, ...] | None) -> int | None:
     """A fixed accumulation; 1 leaves it to the recommender, for sizes that do not fit otherwise."""
+    if isinstance(steps, tuple):
+        steps = steps[0] if len(steps) == 1 else None
     return steps if steps is not None and steps > 1 else None
 
 

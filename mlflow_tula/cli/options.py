@@ -66,6 +66,12 @@ name_options = _all(
         "fp32",
         "fp32, bf16 autocast, or fp16 with a gradient scaler.",
     ),
+    option(
+        "--strategy",
+        str,
+        "ddp",
+        "How ranks share a model: ddp (a copy each) or fsdp (a part each: FSDP2, as ZeRO-3).",
+    ),
     option("--optimizer", str, "sgd", "Optimizer: sgd, adam, adamw, ... or package.module:class."),
     option("--momentum", types.real("0.9", strict=False), "0.9", "Momentum of SGD, 0 to below 1."),
     option("--loss", str, "cross_entropy", "Loss: cross_entropy, ... or package.module:function."),
@@ -129,6 +135,19 @@ store_options = _all(
     ),
 )
 
+system_metrics_option = switch(
+    "--system-metrics",
+    default=False,
+    text="Log processor, memory, disk, network and GPU of the machine while it works.",
+)
+
+bucket_option = option(
+    "--bucket-mb",
+    types.real("25", open_word="auto"),
+    "auto",
+    "Most MiB of gradients that DDP sends at once; auto: its own 25.",
+)
+
 sweep_options = _all(
     option(
         "--batch-sizes",
@@ -156,7 +175,25 @@ sweep_options = _all(
     ),
     option("--warmup-steps", types.count("2", minimum=0), "2", "Untimed steps before each probe."),
     option("--max-steps", types.count("40"), "40", "Most timed steps a probe."),
-    option("--accumulation-steps", types.count("1"), "1", "Passes per optimizer step."),
+    option(
+        "--accumulation-steps",
+        types.Listed(example="1,4", open_word=None),
+        "1",
+        "Passes per optimizer step, comma-separated: each is measured.",
+    ),
+    option(
+        "--gradient-compression",
+        types.Words("none", "bf16"),
+        "none",
+        "How gradients are sent among ranks, none or bf16, comma-separated: each is measured.",
+    ),
+    bucket_option,
+    option(
+        "--node-counts",
+        types.Listed(example="1,2"),
+        "auto",
+        "Numbers of nodes to probe, of those that run the command; auto: one and all of them.",
+    ),
     option(
         "--max-batch-size",
         types.count("1024", open_word="auto"),
@@ -244,6 +281,9 @@ def make_job(values: Mapping[str, Any]) -> Job:
 
     names = set(Job.__dataclass_fields__)
     given = {key: value for key, value in values.items() if key in names}
+    # several ways to be profiled are no property of the job; the one to train with is
+    if isinstance(given.get("gradient_compression"), tuple):
+        del given["gradient_compression"]
     return Job(**given)
 
 
@@ -253,6 +293,7 @@ _NAMING = (
     "image_size",
     "dataset_size",
     "precision",
+    "strategy",
     "optimizer",
     "momentum",
     "loss",

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from mlflow_tula.cli import options
+from mlflow_tula.cli.cluster import cluster_options
 from mlflow_tula.cli.render import note, print_json, print_measurements
 from mlflow_tula.cli.types import switch
 
@@ -22,9 +23,11 @@ resume_option = switch(
 @options.sweep_options
 @options.memory_option
 @resume_option
+@cluster_options
 @options.output_option
 @options.device_option
 @options.store_options
+@options.system_metrics_option
 @options.json_option
 def command(as_json: bool, **values: Any) -> None:
     """Measure step time and memory of a few batch sizes, and log them to MLflow.

@@ -101,6 +101,50 @@ class Listed(click.ParamType[Any]):
         return tuple(sorted(set(numbers)))
 
 
+class Words(click.ParamType[Any]):
+    """A comma-separated list of words out of a few, in their order; `none` becomes None."""
+
+    name = "words"
+
+    def __init__(self, *known: str) -> None:
+        """Take the words that exist."""
+        self.known = known
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str | None, ...]:
+        """Text to a tuple of words."""
+        if isinstance(value, tuple):
+            return value
+        asked = [part.strip().lower() for part in str(value).strip("'\" ").split(",")]
+        for part in asked:
+            if part not in self.known:
+                self.fail(f"{part!r} is not one of {', '.join(self.known)}", param, ctx)
+        return tuple(None if word == "none" else word for word in self.known if word in asked)
+
+
+class Split(click.ParamType[Any]):
+    """Local batch sizes rank by rank, in their order; `off` becomes (), `auto` the word itself."""
+
+    name = "split"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...] | str:
+        """Text to a tuple of whole numbers, or to one of the words."""
+        if isinstance(value, tuple):
+            return value
+        text = str(value).strip().strip("'\"").lower()
+        if text in ("off", "none", "false"):
+            return ()
+        if text == "auto":
+            return "auto"
+        parts = [part.strip() for part in text.split(",")]
+        if len(parts) < 2 or not all(re.fullmatch(r"[0-9]{1,12}", part) for part in parts):
+            self.fail(
+                f"{value!r} is not off, auto, or one local batch size a rank (for example 8,24)",
+                param,
+                ctx,
+            )
+        return tuple(int(part) for part in parts)
+
+
 class OpenText(click.ParamType[Any]):
     """Text, where one word (`auto` or `none`) stands for None."""
 

@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlflow_tula.specs import Spec
-
-SLOW_RATIO = 1.3
-"""Own time over the median of the other ranks' above which a rank is named. Ranks of one machine
-that were equally fast differed by up to 1.15 (two gloo ranks on two cores, torch 2.14)."""
+from mlflow_tula.table import SLOW_RATIO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

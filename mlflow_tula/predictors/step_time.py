@@ -20,6 +20,7 @@ from mlflow_tula.predictors import step_time_formulas as formulas
 from mlflow_tula.predictors.formulas import student_quantile
 from mlflow_tula.predictors.step_time_rows import (
     Cell,
+    backward_shares,
     base_setup,
     data_line,
     make_cells,
@@ -119,6 +120,8 @@ def fit(table: ProfileTable) -> StepTimePredictor:
         "links": {name: None if one is None else one.to_dict() for name, one in links.items()},
         "optimizer_s": optimizer_time(rows, cells),
         "data": data_line(rows),
+        "backward": backward_shares(rows),
+        "messages": _messages(table),
         # only ranks of one node on a CPU compute with the same cores
         "shared_cores": table.hardware.device_type == "cpu",
     }
@@ -136,6 +139,17 @@ def fit(table: ProfileTable) -> StepTimePredictor:
         ),
         warnings=tuple(step_time_words.warn(params, cells)),
     )
+
+
+def _messages(table: ProfileTable) -> float:
+    """In how many buckets gradients were sent: as the communication probe counted, or about so."""
+    counted = [link.num_buckets for link in table.links if link.num_buckets]
+    gradient = float(table.workload.gradient_bytes or 0.0)
+    whole = [link.message_bytes for link in table.links if link.num_buckets]
+    if counted and max(whole) >= 0.99 * gradient:
+        return float(counted[0])
+    caps = [row.bucket_bytes for row in table.ok if row.bucket_bytes is not None]
+    return formulas.num_buckets(gradient, caps[0] if caps else None) if gradient else 1.0
 
 
 def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +185,7 @@ def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any
             "scale": 1.0,
             "degrees": DEGREES,
         },
-        **{name: fixed[name] for name in ("optimizer_s", "data", "gradient_bytes")},
+        **{name: fixed[name] for name in ("optimizer_s", "data", "gradient_bytes", "backward")},
     }
     usual, least = _usual_compute(params), 0.0
     params["contention"] = _contention(rest, params, fixed)
@@ -269,8 +283,13 @@ def _empty_tier(
     """A tier with the microbenchmark's law, where that and the gradients' bytes are known."""
     base, links = params["base"], fixed["links"]
     tier = sync_level.empty_tier(
-        counts, base["nodes"], base["devices_per_node"], shared_cores=fixed["shared_cores"]
+        counts,
+        base["nodes"],
+        base["devices_per_node"],
+        shared_cores=fixed["shared_cores"],
+        hiding_known=fixed["backward"] is not None,
     )
+    tier["messages"] = fixed["messages"]
     own = "inter_node" if counts == "nodes" else "intra_node"
     if links[own] is None or not fixed["gradient_bytes"]:
         return tier
@@ -293,6 +312,8 @@ def _sync_rows(cells: Sequence[Cell], params: Mapping[str, Any]) -> sync_level.S
         weights=weights,
         alone=alone,
         extra=(passes - 1.0) * micro,
+        hidden=formulas.backward_share(params, batch),
+        compressed=np.array([cell.compressed for cell in cells], bool),
     )
 
 
@@ -329,7 +350,9 @@ def _left_out(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> tuple[Array, A
             np.array([value], float)
             for value in (cell.batch, cell.nodes, cell.devices, cell.accumulation)
         ]
-        value, lower, upper = (part[0] for part in formulas.step_time(params, *setup, level=0.9))
+        sent = "bf16" if cell.compressed else None
+        answer = formulas.step_time(params, *setup, level=0.9, gradient_compression=sent)
+        value, lower, upper = (part[0] for part in answer)
         errors.append(math.log(value / cell.time))
         side = value / lower if errors[-1] > 0 else upper / value
         scores.append(errors[-1] / (math.log(side) / student_quantile(0.95, DEGREES)))

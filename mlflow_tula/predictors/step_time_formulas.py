@@ -29,7 +29,7 @@ from .sync_formulas import (
     with_options,
 )
 
-__all__ = ["link_time", "log_growth", "num_buckets", "step_time", "sync_time"]
+__all__ = ["backward_share", "link_time", "log_growth", "num_buckets", "step_time", "sync_time"]
 
 Array = NDArray[np.float64]
 

@@ -16,6 +16,8 @@ from mlflow_tula.table import Measurement
 
 MAX_SIZES = 64
 """More distinct sizes than that say no more about a curve, and cost a larger document."""
+MOST_BACKWARD = 0.95
+"""A share of compute above that is a misreading: every step has a forward pass and an update."""
 LEAST_SE = 0.02
 """Relative error of one trial whose spread over steps was not recorded."""
 
@@ -33,6 +35,7 @@ class Cell:
     sync: float | None
     apart: float | None
     """Relative spread of its repeated trials; None without any."""
+    compressed: bool = False
 
     @property
     def ranks(self) -> int:
@@ -42,12 +45,13 @@ class Cell:
 
 def make_cells(rows: Sequence[Measurement]) -> list[Cell]:
     """Repeated trials as one: the median, weighted by how well it is known."""
-    groups: dict[tuple[int, int, int, int], list[Measurement]] = {}
+    groups: dict[tuple[int, int, int, int, bool], list[Measurement]] = {}
     for row in rows:
+        compressed = row.gradient_compression is not None
         key = (row.nodes, row.devices_per_node, row.accumulation_steps, row.local_batch_size)
-        groups.setdefault(key, []).append(row)
+        groups.setdefault((*key, compressed), []).append(row)
     made = []
-    for (nodes, devices, accumulation, batch), group in sorted(groups.items()):
+    for (nodes, devices, accumulation, batch, compressed), group in sorted(groups.items()):
         times = np.array([row.step_time_s for row in group], float)
         middle = float(np.median(times))
         apart = 1.4826 * float(np.median(np.abs(times / middle - 1.0)))
@@ -64,6 +68,7 @@ def make_cells(rows: Sequence[Measurement]) -> list[Cell]:
                 weight=min((MODEL_SD**2 + LEAST_SE**2) / (MODEL_SD**2 + error**2), 1.0),
                 sync=float(np.median(syncs)) if syncs else None,
                 apart=apart if len(group) > 1 else None,
+                compressed=compressed,
             )
         )
     return _thinned(made)
@@ -71,9 +76,10 @@ def make_cells(rows: Sequence[Measurement]) -> list[Cell]:
 
 def _thinned(cells: list[Cell]) -> list[Cell]:
     """At most MAX_SIZES sizes a setup: neighbours between the ends become their geometric mean."""
-    setups: dict[tuple[int, int, int], list[Cell]] = {}
+    setups: dict[tuple[int, int, int, bool], list[Cell]] = {}
     for cell in cells:
-        setups.setdefault((cell.nodes, cell.devices, cell.accumulation), []).append(cell)
+        key = (cell.nodes, cell.devices, cell.accumulation, cell.compressed)
+        setups.setdefault(key, []).append(cell)
     kept: list[Cell] = []
     for group in setups.values():
         if len(group) <= MAX_SIZES:
@@ -116,6 +122,29 @@ def optimizer_time(rows: Sequence[Measurement], cells: Sequence[Cell]) -> float:
         and cell.nodes * cell.devices == 1
     ]
     return float(np.clip(np.median(found), 0.0, most)) if found else 0.0
+
+
+def backward_shares(rows: Sequence[Measurement]) -> dict[str, list[float]] | None:
+    """The backward pass's part of a step less its synchronisation, by local batch size.
+
+    None where no row tells it. Of accumulated passes it is the share of one pass: in the last one
+    synchronisation hides.
+    """
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        if row.backward_time_s is None or row.step_time_s is None:
+            continue
+        passes = row.step_time_s - (row.sync_time_s or 0.0)
+        once = passes + (row.accumulation_steps - 1) * (row.optimizer_time_s or 0.0)
+        share = row.backward_time_s / max(once, row.backward_time_s, 1e-12)
+        found.setdefault(row.local_batch_size, []).append(min(share, MOST_BACKWARD))
+    if not found:
+        return None
+    sizes = sorted(found)
+    return {
+        "sizes": [float(size) for size in sizes],
+        "shares": [float(np.median(found[size])) for size in sizes],
+    }
 
 
 def data_line(rows: Sequence[Measurement]) -> dict[str, float] | None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlflow_tula.predictors import step_time_formulas as formulas
-from mlflow_tula.predictors.formulas import smooth_maximum
+from mlflow_tula.predictors.sync_formulas import overlapped
 
 Array = NDArray[np.float64]
 Counts = Literal["nodes", "devices"]
@@ -24,6 +24,9 @@ POWERS = (1.0, 2.0, 4.0)
 """Overlap: 1 hides nothing (gloo with a rank per core), 4 is nearly the maximum of the two."""
 SHARED_PRIOR = (1.0, 0.1, 0.02)
 """How far each power is believed where ranks share cores: all-reduce needs the very same ones."""
+HIDING_PRIOR = (0.1, 0.5, 1.0)
+"""The same across nodes, where the backward pass is known: behind a network DDP hides most of it
+(forward + optimizer + max(backward, sync) was right to 2 to 6 %, docs/distributed.md)."""
 LEVELS, FEW_LEVELS = 120, 40
 """Levels that are tried first; few of them where only the misfit is asked for."""
 MISFIT_SD, MISFIT_ROWS, HUBER = 0.05, 2.0, 0.15
@@ -38,8 +41,9 @@ LEVEL_SD, BETWEEN_SD, GROWTH_SD = 0.1, 0.13, 0.1
 SINGLE_GROWTH_SD = 0.15
 MOST_FAR = 4.0
 """Deviations from a guessed level beyond which it is only wrong."""
-LINK_SD = 0.35
-"""Error of a level that only the microbenchmark foretells."""
+LINK_SD, LINK_BACKWARD_SD = 0.35, 0.15
+"""Error of a level that only the microbenchmark foretells; less where the backward pass is known,
+which is what hides it."""
 GUESS = {"devices": 0.2, "nodes": 0.8}
 GUESS_SD = 1.0
 """Without any measurement: synchronisation as a share of compute at the middle size, give or take
@@ -58,13 +62,26 @@ class SyncRows:
     alone: Array
     extra: Array
     """Seconds of the accumulation passes before the last, which nothing is synchronised in."""
+    hidden: Array
+    """The share of compute that synchronisation can hide behind."""
+    compressed: NDArray[np.bool_]
+    """Whether half the bytes were sent."""
 
 
 def empty_tier(
-    counts: Counts, base_nodes: int, base_devices: int, *, shared_cores: bool = False
+    counts: Counts,
+    base_nodes: int,
+    base_devices: int,
+    *,
+    shared_cores: bool = False,
+    hiding_known: bool = False,
 ) -> dict[str, Any]:
     """The fields of a tier that need no measurement."""
-    prior = SHARED_PRIOR if shared_cores and counts == "devices" else (1.0,) * len(POWERS)
+    prior: tuple[float, ...] = (1.0,) * len(POWERS)
+    if counts == "devices" and shared_cores:
+        prior = SHARED_PRIOR
+    elif counts == "nodes" and hiding_known:
+        prior = HIDING_PRIOR
     nodes, devices = (
         (2 * base_nodes, base_devices) if counts == "nodes" else (base_nodes, 2 * base_devices)
     )
@@ -80,6 +97,8 @@ def empty_tier(
         "rest": [],
         "links": None,
         "gradient_bytes": 0.0,
+        "messages": 1.0,
+        "hiding_known": hiding_known,
         "measured": False,
         "level_sd": GUESS_SD,
         "between_sd": 0.0,
@@ -91,7 +110,9 @@ def empty_tier(
 def guess_tier(tier: dict[str, Any], usual_compute_s: float, least_s: float) -> dict[str, Any]:
     """Levels where nothing was measured on such ranks."""
     if tier["links"] is not None:
-        return {**tier, "level_sd": LINK_SD, "growth_sd": LINK_SD / 2}
+        known = tier["counts"] == "nodes" and tier["hiding_known"]
+        sd = LINK_BACKWARD_SD if known else LINK_SD
+        return {**tier, "level_sd": sd, "growth_sd": sd / 2}
     level = max(GUESS[tier["counts"]] * usual_compute_s, least_s)
     return {**tier, "log_levels": [[float(np.log(level))] for _ in POWERS]}
 
@@ -105,8 +126,9 @@ def fit_tier(tier: dict[str, Any], rows: SyncRows) -> dict[str, Any]:
     """
     ranks, which = np.unique(rows.nodes * rows.devices, return_inverse=True)
     tier = _seen(tier, rows, ranks)
-    growth = formulas.log_growth(tier, rows.nodes, rows.devices)
-    fits = [_fit_power(rows, which, growth, power) for power in POWERS]
+    growth = formulas.log_growth(tier, rows.nodes, rows.devices, rows.compressed)
+    messages = tier.get("messages", 1.0)
+    fits = [_fit_power(rows, which, growth, power, messages) for power in POWERS]
     scores = np.array([_score(rows, one[2]) for one in fits]) + np.log(tier["weights"])
     weights = np.exp(scores - scores.max())
     weights /= weights.sum()
@@ -136,11 +158,12 @@ def score_rows(
         guess = guess_tier(tier, usual_compute_s, 0.0)
         middle, spread = guess["log_levels"][0][0], guess["level_sd"]
     tier = _seen(tier, rows, ranks)
-    growth = formulas.log_growth(tier, rows.nodes, rows.devices)
+    growth = formulas.log_growth(tier, rows.nodes, rows.devices, rows.compressed)
     scores = np.zeros((len(guesses), len(POWERS))) + np.log(tier["weights"])
     for i, one in enumerate(guesses):
         for j, power in enumerate(POWERS):
-            levels, _, misfit = _fit_power(one, which, growth, power, FEW_LEVELS)
+            messages = tier.get("messages", 1.0)
+            levels, _, misfit = _fit_power(one, which, growth, power, messages, FEW_LEVELS)
             far = min(max((float(levels.mean()) - middle) / spread, 0.0), MOST_FAR)
             scores[i, j] += _score(rows, misfit) - 0.5 * far**2
     return np.asarray(np.logaddexp.reduce(scores, axis=1))
@@ -168,14 +191,22 @@ def _seen(tier: dict[str, Any], rows: SyncRows, ranks: Array) -> dict[str, Any]:
 
 
 def _fit_power(
-    rows: SyncRows, which: NDArray[np.intp], growth: Array, power: float, num_levels: int = LEVELS
+    rows: SyncRows,
+    which: NDArray[np.intp],
+    growth: Array,
+    power: float,
+    messages: float,
+    num_levels: int = LEVELS,
 ) -> tuple[Array, Array, float]:
     """Levels (logs over the growth law) at one overlap power, log residuals, and the misfit."""
     member = (which[None, :] == np.arange(which.max() + 1)[:, None]).astype(float)
+    growths = (member @ growth) / member.sum(axis=1)
+    own = np.exp(growth - growths[which])[:, None]
 
-    def residuals(sync: Array) -> Array:
-        overlapped = smooth_maximum(np.broadcast_to(rows.alone[:, None], sync.shape), sync, power)
-        return np.asarray(np.log(rows.times[:, None] / (overlapped + rows.extra[:, None])))
+    def residuals(level: Array) -> Array:
+        sync, alone, hidden = level * own, rows.alone[:, None], rows.hidden[:, None]
+        both = overlapped(alone, sync, power, hidden, messages)
+        return np.asarray(np.log(rows.times[:, None] / (both + rows.extra[:, None])))
 
     def losses(sync: Array) -> Array:
         return np.asarray(member @ (rows.weights[:, None] * _huber(residuals(sync))))
@@ -186,10 +217,9 @@ def _fit_power(
     fine = coarse[:, None] * np.geomspace(1.0 / step, step, num_levels // 4 + 1)[None, :]
     loss = losses(fine[which])
     found = np.log(fine[np.arange(len(fine)), loss.argmin(axis=1)])
-    growths = (member @ growth) / member.sum(axis=1)
     levels = found - growths
     levels = levels.mean() + SMOOTHING * (levels - levels.mean())
-    rest = residuals(np.exp(levels[which] + growth)[:, None])[:, 0]
+    rest = residuals(np.exp((levels + growths)[which])[:, None])[:, 0]
     return levels, rest, float(MISFIT_ROWS * MISFIT_SD**2 + loss.min(axis=1).sum())
 
 

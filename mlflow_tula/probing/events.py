@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mlflow_tula.launch.cluster import Cluster
 from mlflow_tula.probes import Probe
 from mlflow_tula.probing.settings import ProbeSettings
 from mlflow_tula.specs import HardwareSpec
-from mlflow_tula.table import Measurement
+from mlflow_tula.table import LinkMeasurement, Measurement
 from mlflow_tula.workloads.job import Job
 
 EventKind = Literal[
@@ -65,3 +66,13 @@ class SweepRequest:
     threads_per_rank: int | None
     walk_down: bool
     probe_timeout_s: float
+    node_counts: tuple[int, ...] = (1,)
+    cluster: Cluster | None = None
+    known_links: tuple[LinkMeasurement, ...] = ()
+
+    @property
+    def link_layout(self) -> tuple[int, int] | None:
+        """Nodes and devices of the communication probe across nodes, where there are several."""
+        if self.cluster is None or self.cluster.place.nodes == 1:
+            return None
+        return self.cluster.place.nodes, max(self.world_sizes)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mlflow_tula.launch import RankFailedError, usable_threads
+from mlflow_tula.model_features import ModelFeatures
+from mlflow_tula.predictors.link import fit as fit_link
 from mlflow_tula.probes import Probe
 from mlflow_tula.probing.contention import is_contended
+from mlflow_tula.probing.counting import Counting
 from mlflow_tula.probing.events import SweepRequest
 from mlflow_tula.probing.guards import (
     default_memory_limit,
@@ -16,19 +22,18 @@ from mlflow_tula.probing.guards import (
     expected_seconds,
     gigabytes,
 )
+from mlflow_tula.probing.plan import layouts
 from mlflow_tula.probing.session import ProbeSession
 from mlflow_tula.specs import Workload
 from mlflow_tula.table import COLUMNS, LinkMeasurement, Measurement, ProfileTable
-from mlflow_tula.workloads.job import is_import_path
 
 logger = logging.getLogger(__name__)
 
 INPUT_BOUND_SHARE = 0.5
 """A step that waits for data longer than this share of its time is input-bound."""
-LINK_BYTES = (2**20, 2**22, 2**24, 2**26)
-"""All-reduce sizes of the link measurement; smaller ones tell little (docs/method.md)."""
-_MAX_LINK_BYTES = 2**28
-_SMALL_PROBE = 8
+CHECK_BYTES = 2**22
+LINK_DRIFT = 0.25
+"""A known link is measured anew where one message takes so much more or less than it says."""
 
 
 class Measurer:
@@ -38,13 +43,23 @@ class Measurer:
         """Nothing is started yet."""
         self.request = request
         self.last_error: RankFailedError | None = None
-        self._sessions: dict[int, ProbeSession] = {}
-        self._best_cpu_ratio: dict[int, float] = {}
+        self._sessions: dict[tuple[int, int], ProbeSession] = {}
+        self._best_cpu_ratio: dict[tuple[int, int], float] = {}
         self._start_s = 0.0
+        self.link_time_s = 0.0
+        self.features: ModelFeatures | None = None
 
     def start(self) -> Workload:
-        """Start the first world size's ranks; they know the workload."""
-        return self._start(self._session(self.request.world_sizes[0]))
+        """Start the first layout's ranks, who know the workload; count its kernels beside."""
+        request = self.request
+        counting = Counting(request.job, whole=request.whole)
+        try:
+            first = self._session(layouts(request.world_sizes, request.node_counts)[0])
+            workload = self._start(first)
+            self.features = counting.result()
+        finally:
+            counting.close()
+        return workload
 
     def close(self) -> None:
         """Stop every rank."""
@@ -53,26 +68,18 @@ class Measurer:
 
     def seconds(self, table: ProfileTable, probe: Probe) -> float:
         """What a probe will take, with the start of its ranks where they do not run."""
-        session = self._sessions.get(probe.world_size)
+        session = self._sessions.get(_layout(probe))
         start_s = 0.0 if session is not None and session.is_running else self._start_s
         return start_s + expected_seconds(table, probe, self.request.settings)
 
     def refusal(self, table: ProfileTable, probe: Probe) -> str | None:
         """Why a probe must not be run: it would not fit in memory; None when it may."""
-        limit = self.memory_limit(probe.world_size)
+        limit = self.memory_limit(probe.devices_per_node)
 
         def estimate(size: int) -> int | None:
-            static = 4 * (table.workload.gradient_bytes or 0)
-            small = not table.ok and size <= _SMALL_PROBE and 4 * static < limit
-            # Counting runs a model without values; your own code must see real steps only.
-            if small or is_import_path(self.request.job.model):
+            if self.features is None or not self.features.peak_lines:
                 return None
-            try:
-                session = self._session(probe.world_size)
-                return session.estimate(size, timeout_s=self.request.probe_timeout_s)
-            except RankFailedError as error:
-                logger.warning("no memory estimate for batch size %d: %s", size, error)
-                return None
+            return int(self.features.peak_bytes(np.array([size]))[0])
 
         expected = expected_peak_bytes(table, probe, estimate)
         if expected is None or expected <= limit:
@@ -85,7 +92,7 @@ class Measurer:
     def measure(self, table: ProfileTable, probe: Probe) -> tuple[Measurement, dict[str, Any]]:
         """One trial as a row, and what the row has no column for."""
         timeout_s = max(self.request.probe_timeout_s, 10 * self.seconds(table, probe))
-        session, began = self._session(probe.world_size), time.monotonic()
+        session, began = self._session(_layout(probe)), time.monotonic()
         try:
             # A start is no part of a probe's time: others share it.
             self._start(session)
@@ -103,47 +110,61 @@ class Measurer:
             return row, {"kind": failure.kind}
         facts = {key: value for key, value in answer.items() if key in COLUMNS}
         facts["probe_time_s"] = time.monotonic() - began
+        facts["bucket_bytes"] = self.request.job.bucket_bytes if probe.world_size > 1 else None
         row = row_of(probe, **facts)
         if is_input_bound(row):
             share = facts["data_time_s"] / facts["step_time_s"]
-            facts["reason"] = f"input-bound: {share:.0%} of a step waits for data"
+            words = f"input-bound: {share:.0%} of a step waits for data"
+            facts["reason"] = "; ".join(filter(None, (facts.get("reason"), words)))
             row = row_of(probe, **facts)
-        size = probe.world_size
+        size = _layout(probe)
         ratio = row.cpu_time_ratio or 0.0
         best = self._best_cpu_ratio[size] = max(self._best_cpu_ratio.get(size, 0.0), ratio)
         details = {key: value for key, value in answer.items() if key not in COLUMNS}
         details["contended"] = is_contended(details.get("waiting_share"), ratio, best)
         return row, details
 
-    def measure_links(self, table: ProfileTable, world_size: int) -> tuple[LinkMeasurement, ...]:
-        """All-reduce times of a few message sizes; empty on failure or where the table has them."""
-        if any(link.devices_per_node == world_size for link in table.links):
-            return ()
-        gradient = table.workload.gradient_bytes or 0
-        sizes = sorted({*LINK_BYTES, min(max(gradient, LINK_BYTES[0]), _MAX_LINK_BYTES)})
+    def measure_links(self, layout: tuple[int, int]) -> tuple[LinkMeasurement, ...]:
+        """The communication probe on (nodes, devices per node); empty where it failed."""
+        began = time.monotonic()
         try:
-            times = self._session(world_size).time_links(
-                sizes, timeout_s=self.request.probe_timeout_s
-            )
+            times = self._session(layout).time_links(timeout_s=self.request.probe_timeout_s)
         except RankFailedError as error:
-            logger.warning("the link between %d ranks was not measured: %s", world_size, error)
+            logger.warning("the link of %d x %d ranks was not measured: %s", *layout, error)
             return ()
+        self.link_time_s += time.monotonic() - began
+        nodes, devices = layout
         return tuple(
             LinkMeasurement(
-                scope="intra_node",
-                nodes=1,
-                devices_per_node=world_size,
-                message_bytes=int(link["message_bytes"]),
-                time_s=link["time_s"],
+                scope="inter_node" if nodes > 1 else "intra_node",
+                nodes=nodes,
+                devices_per_node=devices,
+                **row,
             )
-            for link in times
+            for row in times
         )
 
-    def memory_limit(self, world_size: int) -> int:
-        """Bytes that one rank may hold."""
+    def link_has_changed(self, layout: tuple[int, int], known: Sequence[LinkMeasurement]) -> bool:
+        """Whether one all-reduce now takes clearly more or less time than is known of the link."""
+        link = fit_link(known, "inter_node" if layout[0] > 1 else "intra_node")
+        if link is None:
+            return True
+        try:
+            seconds = self._session(layout).check_link(
+                CHECK_BYTES, timeout_s=self.request.probe_timeout_s
+            )
+        except RankFailedError as error:
+            logger.warning("the known link was not checked: %s", error)
+            return False
+        count = float(layout[0] if layout[0] > 1 else layout[1])
+        expected = link.seconds(CHECK_BYTES, count)
+        return not 1 / (1 + LINK_DRIFT) < seconds / expected < 1 + LINK_DRIFT
+
+    def memory_limit(self, devices: int) -> int:
+        """Bytes that one of a node's ranks may hold."""
         if self.request.memory_limit_bytes is not None:
             return self.request.memory_limit_bytes
-        return default_memory_limit(self.request.hardware, world_size)
+        return default_memory_limit(self.request.hardware, devices)
 
     def _start(self, session: ProbeSession) -> Workload:
         """Start ranks unless they run, and note how long that takes."""
@@ -154,25 +175,31 @@ class Measurer:
         self._start_s = time.monotonic() - began
         return workload
 
-    def _session(self, world_size: int) -> ProbeSession:
-        """The ranks of a world size; on accelerators those of other sizes free their devices."""
-        request = self.request
+    def _session(self, layout: tuple[int, int]) -> ProbeSession:
+        """The ranks of a layout; on accelerators those of other layouts free their devices."""
+        request, (nodes, devices) = self.request, layout
         if request.hardware.device_type != "cpu":
             for other, session in self._sessions.items():
-                if other != world_size:
+                if other != layout:
                     session.close()
-        if world_size not in self._sessions:
+        if layout not in self._sessions:
             cores = request.hardware.cpu_cores or usable_threads()
-            self._sessions[world_size] = ProbeSession(
+            self._sessions[layout] = ProbeSession(
                 request.job,
-                world_size=world_size,
+                world_size=nodes * devices,
                 device_type=request.hardware.device_type,
                 settings=request.settings,
-                threads_per_rank=request.threads_per_rank or max(1, cores // world_size),
-                memory_limit_bytes=self.memory_limit(world_size),
+                threads_per_rank=request.threads_per_rank or max(1, cores // devices),
+                memory_limit_bytes=self.memory_limit(devices),
                 whole=request.whole,
+                nodes=nodes,
+                cluster=request.cluster,
             )
-        return self._sessions[world_size]
+        return self._sessions[layout]
+
+
+def _layout(probe: Probe) -> tuple[int, int]:
+    return probe.nodes, probe.devices_per_node
 
 
 def is_input_bound(row: Measurement) -> bool:

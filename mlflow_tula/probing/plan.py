@@ -10,6 +10,7 @@ from mlflow_tula.batches import candidate_batch_sizes
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.probes import Probe
 from mlflow_tula.specs import HardwareSpec, Workload, check_int
+from mlflow_tula.table import Compression
 
 SMALLEST = 8
 """Where `auto` begins."""
@@ -56,44 +57,81 @@ def candidates(
     world_sizes: Sequence[int],
     batch_sizes: Sequence[int] | None,
     *,
-    accumulation_steps: int = 1,
+    accumulation_steps: int | Sequence[int] = 1,
     max_batch_size: int | None = None,
+    node_counts: Sequence[int] = (1,),
+    compressions: Sequence[Compression | None] = (None,),
 ) -> list[Probe]:
     """All configurations, none with more samples per rank than ceil(dataset_size / world_size).
 
     Args:
         workload: its dataset's size bounds the batch; with batch norm a local batch of 1 (which
             cannot be normalised) is left out of `auto`.
-        world_sizes: ranks.
+        world_sizes: ranks of one node; several nodes carry the most of them each.
         batch_sizes: local batch sizes; None takes powers of two from 8.
-        accumulation_steps: passes per optimizer step, the same for all.
+        accumulation_steps: passes per optimizer step.
         max_batch_size: nothing larger per rank.
+        node_counts: how many machines.
+        compressions: how gradients are sent, where there are several ranks.
 
     Raises:
         InvalidInputError: a size that no rank's share of the dataset holds.
     """
     found = []
-    for world_size in world_sizes:
-        share = math.ceil(workload.dataset_size / world_size)
+    one = isinstance(accumulation_steps, int)
+    accumulations = (
+        [accumulation_steps] if one else _items("accumulation_steps", accumulation_steps)
+    )
+    for nodes, devices in layouts(world_sizes, node_counts):
+        share = math.ceil(workload.dataset_size / (nodes * devices))
+        bound = share if max_batch_size is None else min(share, max_batch_size)
         if batch_sizes is None:
-            bound = share if max_batch_size is None else min(share, max_batch_size)
             sizes = candidate_batch_sizes(
-                workload.dataset_size, world_size, smallest=min(SMALLEST, bound), largest=bound
+                workload.dataset_size,
+                nodes * devices,
+                smallest=min(SMALLEST, bound),
+                largest=bound,
             )
         else:
-            bound = share if max_batch_size is None else min(share, max_batch_size)
             sizes = [size for size in batch_sizes if size <= bound]
         found += [
             Probe(
                 local_batch_size=size,
-                devices_per_node=world_size,
-                accumulation_steps=accumulation_steps,
+                nodes=nodes,
+                devices_per_node=devices,
+                accumulation_steps=check_int("accumulation_steps", steps),
+                gradient_compression=compression,
             )
+            for steps in accumulations
+            for compression in (compressions if nodes * devices > 1 else (None,))
             for size in sizes
         ]
     if batch_sizes is not None:
         _check_bounds(workload, world_sizes, batch_sizes, max_batch_size)
     return found
+
+
+def layouts(world_sizes: Sequence[int], node_counts: Sequence[int] = (1,)) -> list[tuple[int, int]]:
+    """(nodes, devices per node): every world size on one node, the largest on each of several."""
+    alone = [(1, devices) for devices in world_sizes] if 1 in node_counts else []
+    return alone + [(nodes, max(world_sizes)) for nodes in sorted(node_counts) if nodes > 1]
+
+
+def check_node_counts(node_counts: Sequence[object] | Literal["auto"], most: int = 1) -> list[int]:
+    """Sorted numbers of nodes that this command can carry; `auto`: one and all of them.
+
+    Raises:
+        InvalidInputError: more nodes than the launcher started.
+    """
+    if isinstance(node_counts, str):
+        return sorted({1, most})
+    counts = sorted({check_int("nodes", count) for count in _items("node_counts", node_counts)})
+    if counts[-1] > most:
+        raise InvalidInputError(
+            f"probes on {counts[-1]} nodes need as many, and this command was started on {most}: "
+            "start it on each of them (docs/distributed.md), or give fewer --node-counts"
+        )
+    return counts
 
 
 def smaller(probe: Probe, workload: Workload) -> Probe | None:
@@ -106,6 +144,7 @@ def smaller(probe: Probe, workload: Workload) -> Probe | None:
         nodes=probe.nodes,
         devices_per_node=probe.devices_per_node,
         accumulation_steps=probe.accumulation_steps,
+        gradient_compression=probe.gradient_compression,
     )
 
 

@@ -19,6 +19,7 @@ step time = median over steps, then the maximum over ranks; the same for its par
 from __future__ import annotations
 
 import math
+import socket
 import statistics
 import sys
 import time
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from mlflow_tula.gradients import gradient_variability, noise_scale
+from mlflow_tula.launch.slow import slowest_rank
 from mlflow_tula.probing.contention import run_queue_wait_s
 from mlflow_tula.probing.memory import MemoryMeter, MemoryReading, held_bytes
 from mlflow_tula.probing.settings import ProbeSettings
@@ -46,9 +48,12 @@ class RankAnswer:
     """What one rank measured."""
 
     step_s: float
+    own_s: float | None
+    host: str
     step_std_s: float
     data_s: float
     passes_s: float
+    forward_s: float
     optimizer_s: float
     local_passes_s: float | None
     gradient_norm: float | None
@@ -152,6 +157,8 @@ class _ProbeRun:
 
     def read_gradients(self) -> None:
         """Own and averaged (or half and whole) gradients, as many as are worth their time."""
+        if self.steps.is_sharded:
+            return  # no rank has a gradient of its own, nor passes that wait for nobody
         step_s = statistics.median(self.series.timed)
         budget = GRADIENT_TIME_SHARE * step_s * len(self.series.timed)
         # Two at least where their time is the compute time.
@@ -199,11 +206,15 @@ class _ProbeRun:
         busy = sum(times.passes_s + times.optimizer_s for times in timed)
         cpu = sum(times.cpu_s for times in timed)
         waited = self._waited
+        own = [times.own_s for times in timed if times.own_s is not None]
         return RankAnswer(
             step_s=statistics.median(whole),
+            own_s=statistics.median(own) if own else None,
+            host=socket.gethostname(),
             step_std_s=statistics.stdev(whole) if len(whole) > 1 else 0.0,
             data_s=statistics.median(times.data_s for times in timed),
             passes_s=statistics.median(times.passes_s for times in timed),
+            forward_s=statistics.median(times.forward_s for times in timed),
             optimizer_s=statistics.median(times.optimizer_s for times in timed),
             local_passes_s=statistics.median(self._local_s) if self._local_s else None,
             gradient_norm=_finite_median([times.gradient_norm for times in timed]),
@@ -241,7 +252,9 @@ def _together(ranks: list[RankAnswer]) -> dict[str, Any]:
     slowest = max(ranks, key=lambda answer: answer.step_s)
     passes = max(answer.passes_s for answer in ranks)
     local = [answer.local_passes_s for answer in ranks if answer.local_passes_s is not None]
-    compute = min(max(local), passes) if local else passes
+    compute = min(max(local), passes) if local else None if len(ranks) > 1 else passes
+    own = [answer.own_s for answer in ranks if answer.own_s is not None]
+    behind = slowest_rank(own, [answer.host for answer in ranks])
     used = [a.memory.device_used_bytes for a in ranks if a.memory.device_used_bytes is not None]
     waiting = [answer.waiting_share for answer in ranks if answer.waiting_share is not None]
     return {
@@ -249,8 +262,9 @@ def _together(ranks: list[RankAnswer]) -> dict[str, Any]:
         "step_time_std_s": slowest.step_std_s,
         "data_time_s": max(answer.data_s for answer in ranks),
         "compute_time_s": compute,
+        "backward_time_s": None if compute is None else max(compute - slowest.forward_s, 0.0),
         # medians of their own may differ by a hair: a part is never more than the step
-        "sync_time_s": min(passes - compute, slowest.step_s),
+        "sync_time_s": None if compute is None else min(passes - compute, slowest.step_s),
         "optimizer_time_s": max(answer.optimizer_s for answer in ranks),
         "peak_memory_bytes": max(answer.memory.peak_bytes for answer in ranks),
         "allocated_memory_bytes": max(answer.memory.allocated_bytes for answer in ranks),
@@ -258,6 +272,9 @@ def _together(ranks: list[RankAnswer]) -> dict[str, Any]:
         "gradient_norm": slowest.gradient_norm,
         "cpu_time_ratio": min(answer.cpu_ratio for answer in ranks),
         "waiting_share": max(waiting) if waiting else None,
+        "slowest_rank": None if behind is None else behind.rank,
+        "slowest_rank_ratio": None if behind is None else behind.ratio,
+        "reason": behind.text if behind is not None and behind.is_slow else "",
     }
 
 

@@ -119,19 +119,20 @@ class ProbeSession:
                 "kind": "probe",
                 "local_batch_size": probe.local_batch_size,
                 "accumulation_steps": probe.accumulation_steps,
+                "gradient_compression": probe.gradient_compression,
             },
             timeout_s,
         )
 
-    def time_links(self, message_bytes: list[int], *, timeout_s: float) -> list[dict[str, float]]:
-        """Median all-reduce time of each message size."""
-        answer = self._ask({"kind": "links", "message_bytes": message_bytes}, timeout_s)
-        return cast("list[dict[str, float]]", answer["links"])
+    def time_links(self, *, timeout_s: float) -> list[dict[str, Any]]:
+        """The communication probe: rows of LinkMeasurement less scope and counts."""
+        answer = self._ask({"kind": "links"}, timeout_s)
+        return cast("list[dict[str, Any]]", answer["links"])
 
-    def estimate(self, local_batch_size: int, *, timeout_s: float) -> int | None:
-        """Bytes of a step counted without running it, or None."""
-        request = {"kind": "estimate", "local_batch_size": local_batch_size}
-        return cast("int | None", self._ask(request, timeout_s)["bytes"])
+    def check_link(self, message_bytes: int, *, timeout_s: float) -> float:
+        """Seconds of one all-reduce."""
+        answer = self._ask({"kind": "links", "check_bytes": message_bytes}, timeout_s)
+        return float(answer["time_s"])
 
     @property
     def is_running(self) -> bool:

@@ -33,6 +33,13 @@ from mlflow_tula.workloads.loaders import build_loader, start_epoch
 from mlflow_tula.workloads.losses import build_loss
 from mlflow_tula.workloads.models import build_model
 from mlflow_tula.workloads.optimizers import build_optimizer
+from mlflow_tula.workloads.parallel import (
+    GradientWait,
+    compress_gradients,
+    ddp_options,
+    is_sharded,
+    replicate,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +55,20 @@ class StepTimes:
     optimizer_s: float
     gradient_norm: float
     cpu_s: float
+    forward_s: float = 0.0
+    """Part of `passes_s`: nothing is synchronised in it."""
+    wait_s: float | None = None
+    """Part of `passes_s` that waits for the other ranks; None where that cannot be told."""
 
     @property
     def step_s(self) -> float:
         """All timed parts."""
         return self.data_s + self.passes_s + self.optimizer_s
+
+    @property
+    def own_s(self) -> float | None:
+        """All timed parts but the wait for other ranks."""
+        return None if self.wait_s is None else max(self.step_s - self.wait_s, 0.0)
 
 
 class Batches:
@@ -111,8 +127,14 @@ class TrainingSteps:
         self.module = build_model(job, num_classes, image_size=image_size).to(device).train()
         self.model: nn.Module = self.module
         if world_size > 1:
-            ids = [device.index] if device.type == "cuda" else None
-            self.model = DistributedDataParallel(self.module, device_ids=ids)
+            self.model = replicate(
+                self.module,
+                strategy=job.strategy,
+                world_size=world_size,
+                device=device,
+                **ddp_options(job),
+            )
+            compress_gradients(self.model, job)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.loss = build_loss(job)
         self.optimizer: torch.optim.Optimizer = build_optimizer(job, self.parameters)
@@ -128,13 +150,15 @@ class TrainingSteps:
         )
         self.batches = Batches(loader, device)
         self._device, self._clock = device, clock
+        self._wait = GradientWait(clock.mark)
+        self.is_sharded = is_sharded(self.module)
         self._autocast = _AUTOCAST.get(job.precision)
         self._scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
 
     def step(self) -> StepTimes:
         """One optimizer step: real data, forward, backward, all-reduce and update."""
         data_s = cpu_s = 0.0
-        marks: list[tuple[Any, Any]] = []
+        marks: list[tuple[Any, Any, Any]] = []
         for number in range(self.accumulation_steps):
             batch, waited = self._next_batch()
             data_s += waited
@@ -142,8 +166,8 @@ class TrainingSteps:
             cpu = time.process_time()
             start = self._clock.mark()
             with contextlib.nullcontext() if last else self._no_sync():
-                self._backward(*batch)
-            marks.append((start, self._clock.mark()))
+                between = self._backward(*batch)
+            marks.append((start, between, self._clock.mark()))
             cpu_s += time.process_time() - cpu
         norm = gradient_norm(self.parameters, scale=self._scaler.get_scale())
         cpu = time.process_time()
@@ -154,9 +178,12 @@ class TrainingSteps:
         end = self._clock.mark()
         cpu_s += time.process_time() - cpu
         self._clock.synchronize()
+        waiting = self._wait.begin
         return StepTimes(
+            wait_s=None if waiting is None else self._clock.seconds(waiting, marks[-1][2]),
             data_s=data_s,
-            passes_s=sum(self._clock.seconds(*pair) for pair in marks),
+            passes_s=sum(self._clock.seconds(first, end) for first, _, end in marks),
+            forward_s=sum(self._clock.seconds(first, between) for first, between, _ in marks),
             optimizer_s=self._clock.seconds(start, end),
             gradient_norm=norm,
             cpu_s=cpu_s,
@@ -216,10 +243,15 @@ class TrainingSteps:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _backward(self, inputs: Any, targets: Tensor, *, share: int | None = None) -> None:
+    def _backward(self, inputs: Any, targets: Tensor, *, share: int | None = None) -> Any:
+        """Both passes; the clock's mark between them."""
         with self._precision():
             loss = self.loss(self.model(inputs), targets) / (share or self.accumulation_steps)
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        between = self._clock.mark()
+        scaled = self._scaler.scale(loss)
+        self._wait.watch(scaled, self.model)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        return between
 
     def _next_batch(self) -> tuple[tuple[Any, Tensor], float]:
         start = time.perf_counter()

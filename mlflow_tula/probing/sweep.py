@@ -95,10 +95,12 @@ class Sweep:
             workload=workload,
             hardware=self.request.hardware,
             measurements=() if resume is None else resume.measurements,
-            links=() if resume is None else resume.links,
+            links=self.request.known_links if resume is None else resume.links,
+            features=self._measurer.features,
         )
         self._candidates = list(candidates)
         self._tell("started")
+        self._probe_links()
         while (probe := self._next_probe()) is not None:
             row = self._measure(probe)
             if row.status == "oom" and self.request.walk_down:
@@ -178,8 +180,6 @@ class Sweep:
         self._keep(row)
         self._num_done += 1
         self._tell("probe_finished", probe=probe, measurement=row, details=details)
-        if row.status == "ok" and probe.world_size > 1:
-            self._measure_links(probe)
         return row
 
     def _repeat(
@@ -202,13 +202,33 @@ class Sweep:
             return False
         return budget is None or self.elapsed_s + (row.probe_time_s or 0.0) < REPEAT_SHARE * budget
 
-    def _measure_links(self, probe: Probe) -> None:
-        assert self.table is not None, "set by run()"
-        links = self._measurer.measure_links(self.table, probe.world_size)
-        if links:
-            self.table = dataclasses.replace(self.table, links=(*self.table.links, *links))
-            self._save()
-            self._tell("links_measured", probe=probe)
+    def _probe_links(self) -> None:
+        """The communication probe of each link class, before any training step.
+
+        Where a class is known already one message checks it: a changed link is measured anew.
+        """
+        for layout in self._link_layouts():
+            assert self.table is not None, "set by run()"
+            scope = "inter_node" if layout[0] > 1 else "intra_node"
+            known = [link for link in self.table.links if link.scope == scope]
+            if known and not self._measurer.link_has_changed(layout, known):
+                continue
+            found = self._measurer.measure_links(layout)
+            if found:
+                rest = tuple(link for link in self.table.links if link.scope != scope)
+                self.table = dataclasses.replace(self.table, links=(*rest, *found))
+                self._save()
+                seconds = self._measurer.link_time_s
+                self._tell("links_measured", details={"scope": scope, "probe_time_s": seconds})
+
+    def _link_layouts(self) -> list[tuple[int, int]]:
+        """Where links are probed: across all nodes, and among all devices of one."""
+        asked = {(p.nodes, p.devices_per_node) for p in self._candidates if p.world_size > 1}
+        within = [layout for layout in asked if layout[0] == 1]
+        across = [layout for layout in asked if layout[0] > 1]
+        if self.request.link_layout is not None:
+            across.append(self.request.link_layout)
+        return [max(layouts) for layouts in (across, within) if layouts]
 
     def _keep(self, row: Measurement) -> None:
         assert self.table is not None, "set by run()"
@@ -261,5 +281,5 @@ class Sweep:
         return error
 
 
-def _key(of: Probe | Measurement) -> tuple[int, int, int, int]:
-    return of.local_batch_size, of.nodes, of.devices_per_node, of.accumulation_steps
+def _key(of: Probe | Measurement) -> Probe:
+    return of if isinstance(of, Probe) else Probe.of(of)

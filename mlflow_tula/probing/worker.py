@@ -6,7 +6,7 @@ ranks serves many. Requests and answers are JSON files in the session's folder:
 
     task.json           the job and the settings          (written before the start)
     ready.json          the workload, when all is set up  (rank 0)
-    request-<n>.json    {"kind": "probe" | "links" | "estimate" | "stop", ...}
+    request-<n>.json    {"kind": "probe" | "links" | "stop", ...}
     answer-<n>.json     (rank 0)
 
 A rank that fails leaves its reason and exits; the others are stopped by the agent, and the session
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -29,7 +28,6 @@ from mlflow_tula.launch.ranks import run_rank, write_json
 
 _POLL_S = 0.02
 _PATIENCE = timedelta(days=1)  # the session has the time limits, not the collectives
-_LINK_REPEATS = 5
 
 
 def main() -> None:
@@ -105,12 +103,16 @@ class _Server:
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do what a request asks."""
         if request["kind"] == "links":
-            return {"links": self.time_links([int(size) for size in request["message_bytes"]])}
-        if request["kind"] == "estimate":
-            return {"bytes": self.estimate(int(request["local_batch_size"]))}
-        return self.probe(int(request["local_batch_size"]), int(request["accumulation_steps"]))
+            return self.links(request)
+        return self.probe(
+            int(request["local_batch_size"]),
+            int(request["accumulation_steps"]),
+            request.get("gradient_compression"),
+        )
 
-    def probe(self, local_batch_size: int, accumulation_steps: int) -> dict[str, Any]:
+    def probe(
+        self, local_batch_size: int, accumulation_steps: int, compression: str | None
+    ) -> dict[str, Any]:
         """Measure one configuration."""
         from mlflow_tula.probing.clock import clock_for
         from mlflow_tula.probing.probe import run_probe
@@ -118,7 +120,7 @@ class _Server:
 
         def make_steps() -> TrainingSteps:
             return TrainingSteps(
-                self.job,
+                self.job.replace(gradient_compression=compression),
                 self.datasets.train,
                 self.datasets.num_classes,
                 self.datasets.image_size,
@@ -138,37 +140,25 @@ class _Server:
             world_size=self.world_size,
         )
 
-    def estimate(self, local_batch_size: int) -> int | None:
-        """Bytes of a step without running it (rank 0; the others have nothing to do)."""
-        from mlflow_tula.workloads.estimate import estimate_step_memory
-
-        if self.rank:
-            return None
-        return estimate_step_memory(self.job, local_batch_size, datasets=self.datasets)
-
-    def time_links(self, message_bytes: list[int]) -> list[dict[str, float]]:
-        """Median time of an all-reduce of each size, after one untimed one, maximum over ranks."""
-        import torch
-        import torch.distributed as dist
-
+    def links(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The communication probe, or one message of it that checks a link that is known."""
         from mlflow_tula.probing.clock import clock_for
+        from mlflow_tula.probing.links import LinkProbe, bucket_sizes
+        from mlflow_tula.workloads.models import build_model
 
-        clock, found = clock_for(self.device), []
-        for size in message_bytes:
-            message = torch.zeros(size // 4, device=self.device)
-            times = []
-            for _ in range(_LINK_REPEATS + 1):
-                clock.synchronize()
-                dist.barrier()
-                start = clock.mark()
-                dist.all_reduce(message)
-                end = clock.mark()
-                clock.synchronize()
-                times.append(clock.seconds(start, end))
-            slowest = torch.tensor([statistics.median(times[1:])], dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            found.append({"message_bytes": 4 * (size // 4), "time_s": float(slowest[0])})
-        return found
+        began = time.perf_counter()
+        probe = LinkProbe(self.device, clock_for(self.device))
+        if request.get("check_bytes"):
+            return {"time_s": probe.check(int(request["check_bytes"]))}
+        model = build_model(
+            self.job,
+            self.datasets.num_classes,
+            image_size=self.datasets.image_size,
+            device="meta",
+        )
+        sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
+        buckets = bucket_sizes(sizes, self.job.bucket_bytes)
+        return {"links": probe.run(buckets), "seconds": time.perf_counter() - began}
 
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ from mlflow_tula.specs import (
     check_int,
     check_name,
     check_real,
+    check_strategy,
     slugify,
 )
+from mlflow_tula.table import Compression
 
 DEFAULT_IMAGE_SIZES: dict[str, int] = {
     "digits": 32,
@@ -116,6 +118,7 @@ class Job(Spec):
     `num_classes` give the shape of `synthetic` data; for other datasets `dataset_size` trains on
     a stratified subset of so many samples. `learning_rate` None takes the optimizer's default.
     `augment` mirrors and shifts training images. `num_workers` are loader processes per rank.
+    `gradient_compression` and `bucket_mb` say how DDP sends gradients (None: fp32, 25 MiB).
     """
 
     model: str
@@ -137,6 +140,8 @@ class Job(Spec):
     num_workers: int = 0
     strategy: Strategy = "ddp"
     seed: int = 0
+    gradient_compression: Compression | None = None
+    bucket_mb: float | None = None
 
     def __post_init__(self) -> None:
         """Check every field once; names that need torch to be known are checked when built."""
@@ -149,7 +154,11 @@ class Job(Spec):
             if not is_import_path(value):
                 object.__setattr__(self, name, value.lower())
         check_choice("precision", self.precision, Precision)
-        check_choice("strategy", self.strategy, Strategy)
+        check_strategy(self.strategy)
+        if self.gradient_compression is not None:
+            check_choice("gradient compression", self.gradient_compression, Compression)
+        if self.bucket_mb is not None:
+            check_real("bucket_mb", self.bucket_mb, strict=True, maximum=2**16)
         for name, largest in (
             ("image_size", 8192),
             ("dataset_size", 10**9),
@@ -183,6 +192,11 @@ class Job(Spec):
     def replace(self, **changes: object) -> Job:
         """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """Most bytes of a DDP bucket; None is torch's own 25 MiB."""
+        return None if self.bucket_mb is None else max(int(self.bucket_mb * 2**20), 1)
 
     @property
     def model_name(self) -> str:
