@@ -233,10 +233,7 @@ def check_store() -> Iterator[Check]:
     try:
         stores.check_store(write=True)
     except TulaError as error:
-        text = str(error)
-        outdated = "out-of-date database schema" in text or "Can't locate revision" in text
-        way_out = f"back it up, then run `mlflow db upgrade {uri}`" if outdated else ""
-        yield Check(name="store", status="error", message=text, way_out=way_out)
+        yield Check(name="store", status="error", message=str(error))
         return
     yield Check(name="store", status="ok", message=f"{uri} answers, is migrated and can be written")
 

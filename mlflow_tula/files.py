@@ -39,6 +39,13 @@ def write_json(path: str | Path, document: Mapping[str, Any]) -> Path:
     return target
 
 
+def remove_partial(path: str | Path) -> None:
+    """Delete what killed writers of this file left beside it; only where no other one writes."""
+    target = Path(path)
+    for left in target.parent.glob(f".{target.name}.*"):
+        left.unlink(missing_ok=True)
+
+
 def read_json(path: str | Path, *, made_by: str) -> dict[str, Any]:
     """Read one JSON object.
 

@@ -32,6 +32,9 @@ _logger = logging.getLogger(__name__)
 DEFAULT_EXPERIMENT = "tula"
 """The experiment of a command that is started alone, outside `mlflow run`."""
 
+_KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""MLflow's pages show such an experiment as one of trainings, and not of language models."""
+
 _QUIET = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -62,7 +65,24 @@ def store_errors(action: str) -> Iterator[None]:
     except Exception as error:
         if not _is_store_trouble(error):
             raise
-        raise StoreError(f"cannot {action}: {_first_line(error)}; {_WAY_OUT}") from error
+        text = _schema_trouble(error) or f"{_first_line(error)}; {_WAY_OUT}"
+        raise StoreError(f"cannot {action}: {text}") from error
+
+
+def _schema_trouble(error: Exception) -> str | None:
+    """What to do about tables of another MLflow, in one line; None for other trouble."""
+    text, uri = str(error), mlflow.get_tracking_uri()
+    if "out-of-date database schema" in text:
+        return (
+            f"its tables are of an older MLflow than {mlflow.__version__}: back it up, then run "
+            f"`mlflow db upgrade {masked(uri)}`"
+        )
+    if "Can't locate revision" in text:
+        return (
+            f"its tables are of a newer MLflow than {mlflow.__version__}: `pip install -U mlflow`, "
+            f"or {_WAY_OUT}"
+        )
+    return None
 
 
 @contextmanager
@@ -311,7 +331,8 @@ def ensure_experiment(name: str = DEFAULT_EXPERIMENT) -> str:
         found = client.get_experiment_by_name(name)
         if found is None:
             try:
-                return str(client.create_experiment(name, artifact_location=_artifact_root(name)))
+                where = _artifact_root(name)
+                return str(client.create_experiment(name, artifact_location=where, tags=_KIND))
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise

@@ -86,7 +86,7 @@ def test_a_store_of_another_mlflow_version_says_how_to_upgrade(store):
     with closing(sqlite3.connect(store)) as database:
         database.execute("UPDATE alembic_version SET version_num = 'cfd24bdc0731'")
         database.commit()
-    with pytest.raises(StoreError, match="out-of-date database schema"):
+    with pytest.raises(StoreError, match="older MLflow than .* `mlflow db upgrade sqlite:///"):
         check_store()
 
 

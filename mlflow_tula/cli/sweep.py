@@ -77,7 +77,7 @@ class Sweep:
             wanted = self.values["system_metrics"]
             with (
                 system_metrics(self.run, wanted=wanted),
-                ProfileProgress(self.probes) as progress,
+                ProfileProgress(self._work.then(self.probes)) as progress,
             ):
                 table = profile(
                     job=self.job,
@@ -90,10 +90,8 @@ class Sweep:
                 )
         except BaseException:
             if partial.exists():
-                self._work.begin()
                 self.log(read_table(partial))
             raise
-        self._work.begin()
         write_json(self.folder / TABLE_FILE, table.to_dict())
         note(self._search_cost(table))
         self._register_links(table)
