@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import socket
 import sqlite3
 import tempfile
@@ -25,6 +24,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from mlflow_tula.errors import StoreError, TulaError
+from mlflow_tula.redaction import masked
 from mlflow_tula.specs import check_name, slugify
 
 _logger = logging.getLogger(__name__)
@@ -43,12 +43,6 @@ _CONNECT_TIMEOUT_S = 4.0
 _INITIALISE_TIMEOUT_S = 120.0
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _WAY_OUT = "set MLFLOW_TRACKING_URI to a store that works, such as sqlite:///mlflow.db"
-
-
-def masked(text: object) -> str:
-    """`text` without what may be a secret: `user:password@` in addresses, `password=` values."""
-    hidden = re.sub(r"(?<=://)[^\s'\"]*@", "***@", str(text))
-    return re.sub(r"(?i)(password|passwd|token|secret|api_?key)=[^&\s'\"]+", r"\1=***", hidden)
 
 
 @contextmanager

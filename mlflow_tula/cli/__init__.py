@@ -19,6 +19,7 @@ import click
 
 from mlflow_tula import __version__
 from mlflow_tula.errors import TulaError, TulaWarning
+from mlflow_tula.redaction import masked
 
 COMMANDS = {
     "main": "main_job",
@@ -113,7 +114,8 @@ def run(args: list[str] | None = None) -> int:
 
 def _fail(message: str, code: int, *, always: bool = False) -> int:
     """One line on stderr; of several processes that a launcher started only the first speaks."""
-    text = " ".join(message.split())
+    # whatever raised it: click repeats the words of the command line, an address among them
+    text = masked(" ".join(message.split()))
     if always or _speaks():
         click.echo(f"Error: {text}", err=True)
     return code

@@ -118,6 +118,12 @@ def word(*choices: str) -> Rule:
     return check
 
 
+def text(path: str, value: Any, lengths: Lengths) -> None:
+    """A text of at most 2,000 characters."""
+    if not isinstance(value, str) or len(value) > 2000:
+        raise _wrong(path, "a text of at most 2,000 characters", value)
+
+
 def flag(path: str, value: Any, lengths: Lengths) -> None:
     """True or false."""
     if not isinstance(value, bool):
@@ -156,6 +162,7 @@ def _below(path: str, name: str) -> str:
     return name if path == "the bundle" else f"{path}.{name}"
 
 
+_NOTES = {"form": text, "warnings": items(text), "leave_one_out_mape": maybe(number(0.0, 1e18))}
 _SCOPES = ("intra_node", "inter_node")
 _SECONDS = number(0.0, 1e12)
 _SPREAD = number(0.0, 10.0)
@@ -235,7 +242,8 @@ _STEP_TIME = fields(
         "gradient_bytes": _BYTES,
         "intra_node": _TIER,
         "inter_node": _TIER,
-    }
+    },
+    {**_NOTES, "leave_one_out_coverage": maybe(number(0.0, 1.0))},
 )
 _PROBE = fields(
     {
@@ -243,7 +251,8 @@ _PROBE = fields(
         "world_size": whole(),
         "status": word("ok", "oom", "failed"),
         "peak_bytes": maybe(_BYTES),
-    }
+    },
+    {"reason": text},
 )
 _MEMORY = fields(
     {
@@ -264,7 +273,7 @@ _MEMORY = fields(
         "limit_is_shared": flag,
         "probes": items(_PROBE),
     },
-    {"counted_batch_size": number(0.0, 1e12)},
+    {**_NOTES, "counted_batch_size": number(0.0, 1e12)},
 )
 _EPOCHS = number(0.0, 1e18, above=True)
 _PROCESS = fields(
@@ -291,7 +300,8 @@ _CONVERGENCE = fields(
         "floor_epochs": number(0.0, 1e18),
         "theta": number(0.0, 1e24),
         "log_sd": _SPREAD,
-    }
+    },
+    {"warnings": _NOTES["warnings"], "leave_one_out_mape": _NOTES["leave_one_out_mape"]},
 )
 _PAIRS = ("ok", "oom")
 _BUNDLE = fields(

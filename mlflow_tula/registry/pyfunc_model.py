@@ -27,6 +27,8 @@ from typing import Any
 
 import mlflow
 import pandas as pd
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc.model import PythonModel
 
 NOT_GIVEN = -1.0
@@ -50,6 +52,32 @@ COLUMNS: dict[str, bool] = {
 """Input columns, all of MLflow type `long`, and whether they are required."""
 
 
+class QuestionError(MlflowException, ValueError):  # type: ignore[misc, unused-ignore]
+    """A question that cannot be asked, in one sentence.
+
+    MLflow's server answers a bare ValueError with a stack trace, and an MlflowException with 400;
+    but it puts the whole request in front of the message, which therefore stays what it was.
+    """
+
+    def __init__(self, message: str) -> None:
+        """Take the sentence."""
+        self._sentence = " ".join(message.split())[:600]
+        super().__init__(self._sentence, error_code=INVALID_PARAMETER_VALUE)
+
+    @property
+    def message(self) -> str:
+        """The sentence."""
+        return self._sentence
+
+    @message.setter
+    def message(self, text: str) -> None:
+        """Keep the sentence."""
+
+    def __str__(self) -> str:
+        """The sentence."""
+        return self._sentence
+
+
 class Predictor(PythonModel):
     """Answers one question a row from `bundle.json`, with the equations shipped beside it."""
 
@@ -65,14 +93,25 @@ class Predictor(PythonModel):
         model_input: pd.DataFrame,
         params: dict[str, Any] | None = None,
     ) -> pd.DataFrame:
-        """One row out per row in, same index; a question that cannot be asked is a ValueError."""
+        """One row out per row in, same index.
+
+        Raises:
+            QuestionError: a question that cannot be asked; a ValueError.
+        """
+        try:
+            return self._answer(model_input, params or {})
+        except ValueError as error:
+            raise QuestionError(str(error)) from error
+
+    def _answer(self, model_input: pd.DataFrame, params: Mapping[str, Any]) -> pd.DataFrame:
+        """The equations' answer."""
         for name in COLUMNS:
             # A missing optional value of a row that came as JSON is "not given", and so 1.
             if name in model_input and name != "global_batch_size":
                 column = model_input[name]
                 if len(column) and column.isna().all():
                     model_input = model_input.drop(columns=name)
-        answer = self.inference.predict_frame(self.bundle, model_input, **given(params or {}))
+        answer = self.inference.predict_frame(self.bundle, model_input, **given(params))
         assert isinstance(answer, pd.DataFrame)
         return answer
 
