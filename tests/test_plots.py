@@ -165,6 +165,55 @@ def test_the_page_opens_offline(table, bundle, choice, tmp_path):
     assert str(choice.global_batch_size) in page
 
 
+def test_the_page_shows_every_relation_and_escapes_names(table, bundle, choice, tmp_path):
+    odd = replace(table, hardware=replace(table.hardware, device_name="</script><b>T4</b>"))
+    interactive.save_html(tmp_path / "page.html", odd, bundle, choice)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "&lt;/script&gt;&lt;b&gt;T4" in page
+    assert "<b>T4" not in page
+    for heading in ("Epoch time", "Step time", "Memory of a device", "Cost", "Residuals"):
+        assert f"<h2>{heading}</h2>" in page
+    assert "device-hours (no price given)" in page
+    assert "limit 8.6 GB" in page
+    interactive.save_html(tmp_path / "bare.html", table, bundle)
+    assert "<h2>Cost</h2>" not in (tmp_path / "bare.html").read_text(encoding="utf-8")
+
+
+def test_cost_is_in_dollars_or_device_hours(table, bundle, choice, priced):
+    for decided, label in ((priced, "cost, US dollars"), (choice, "device-hours")):
+        axes = plots.cost(table, bundle, decided).axes[0]
+        assert label in axes.get_ylabel()
+        stars = [line for line in axes.lines if line.get_marker() == "*"]
+        assert stars[0].get_xdata()[0] == decided.global_batch_size
+    hours = choice.choice.time_s * choice.world_size / 3600
+    assert stars[0].get_ydata()[0] == pytest.approx(hours)
+    front = plots.pareto(choice).axes[0]
+    assert "device-hours" in front.get_ylabel()
+
+
+def test_a_training_is_drawn_with_its_gradient_variability(tmp_path):
+    from mlflow_tula.plots.training import TrainingCurves, save_training_page, training, variability
+
+    steps = range(1, 41)
+    curves = TrainingCurves(
+        title="m.d at global batch size 64",
+        train_loss=[(step, 2.0 / step) for step in steps],
+        test_accuracy=[(20, 0.5), (40, 0.75)],
+        gradient_variability=[(step, 1.0 / step) for step in steps],
+        step_time_s=[(step, 0.02) for step in steps],
+    )
+    shown = texts(training(curves))
+    assert {"Loss", "Test accuracy", "Gradient variability", "Step time", "ms"} <= set(shown)
+    assert "Noise scale" not in shown
+    (line,) = variability(curves).axes[0].lines
+    assert list(line.get_ydata()) == [1.0 / step for step in steps]
+    save_training_page(tmp_path / "page.html", curves)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert '<section id="gradient-variability">' in page
+    assert '"accuracy, %"' in page
+    plots.save_png(training(TrainingCurves(title="nothing")), tmp_path / "empty.png")
+
+
 @given(st.floats(1e-7, 1e7))
 def test_times_have_a_unit_that_people_can_read(seconds):
     factor, unit = time_unit([seconds])

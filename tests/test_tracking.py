@@ -126,9 +126,18 @@ def test_the_table_is_the_runs_input_with_its_digest(logged, table):
 
 
 def test_the_figures_are_there(logged):
-    assert artifact(logged, "figures/overview.png").read_bytes().startswith(b"\x89PNG")
-    assert artifact(logged, "figures/residuals.png").stat().st_size > 5_000
-    assert "plotly.js" in artifact(logged, "figures/overview.html").read_text()
+    for name in (
+        "overview",
+        "time_by_batch_size",
+        "cost_by_batch_size",
+        "memory_by_batch_size",
+        "pareto",
+        "residuals",
+    ):
+        assert artifact(logged, f"figures/{name}.png").read_bytes().startswith(b"\x89PNG")
+    page = artifact(logged, "figures/overview.html").read_text()
+    assert "plotly.js" in page
+    assert all(f'<section id="{name}">' in page for name in ("cost", "pareto", "residuals"))
 
 
 def test_tags_parameters_and_numbers_for_searches(logged, table, choice):
