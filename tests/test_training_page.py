@@ -140,7 +140,7 @@ def test_errors_of_calls_and_of_the_block_come_out() -> None:
     with pytest.raises(ZeroDivisionError, match="division"):
         fail_between(after)
     assert after == [1]
-    with pytest.raises(KeyError, match="mine"), Background() as store:
+    with pytest.raises(KeyError, match="mine"), Background():
         raise KeyError("mine")
 
 
