@@ -5,7 +5,6 @@ from torch import nn
 from mlflow_tula.errors import InvalidInputError, UnknownNameError
 from mlflow_tula.specs import Workload
 from mlflow_tula.workloads.describe import describe
-from mlflow_tula.workloads.estimate import estimate_step_memory
 from mlflow_tula.workloads.job import Job
 from mlflow_tula.workloads.losses import build_loss, main_output, num_correct
 from mlflow_tula.workloads.models import build_model, has_batch_norm, list_models, num_parameters
@@ -200,35 +199,3 @@ def test_unknown_loss_and_optimizer_name_the_known() -> None:
         build_optimizer(Job(model="vgg11", optimizer="adamm"), [])
     with pytest.raises(InvalidInputError, match="must return logits"):
         main_output("text")
-
-
-# VGG11, 10 classes, 32x32, SGD with momentum: measured, in MiB, less about 4 of other shape.
-@pytest.mark.parametrize(("batch", "mib"), [(8, 1485), (64, 1533), (128, 1592), (1024, 2625)])
-def test_memory_estimate_of_vgg11(batch: int, mib: int) -> None:
-    estimate = estimate_step_memory(Job(model="vgg11"), batch)
-    assert estimate is not None
-    assert estimate / 2**20 == pytest.approx(mib, rel=0.005)
-
-
-def test_memory_estimate_knows_optimizer_and_precision() -> None:
-    job = Job(model="squeezenet1_1")
-    sizes = [
-        estimate_step_memory(job.replace(optimizer=name, momentum=momentum), 4)
-        for name, momentum in (("sgd", 0.0), ("sgd", 0.9), ("adam", 0.0))
-    ]
-    parameters = 4 * num_parameters(build_model(job, 10, device="meta"))
-    assert sizes[1] - sizes[0] == pytest.approx(parameters, rel=0.01)
-    assert sizes[2] - sizes[0] > 1.9 * parameters
-    assert estimate_step_memory(job.replace(precision="bf16"), 512) < estimate_step_memory(job, 512)
-
-
-def test_memory_estimate_of_a_model_that_needs_values_is_none(tmp_path) -> None:
-    (tmp_path / "net.py").write_text(
-        "from torch import nn\n"
-        "class Net(nn.Module):\n"
-        "    def __init__(self, num_classes):\n"
-        "        super().__init__(); self.head = nn.Linear(3 * 64, num_classes)\n"
-        "    def forward(self, x):\n"
-        "        return self.head(x.flatten(1)) * float(x.mean())\n"
-    )
-    assert estimate_step_memory(Job(model=f"{tmp_path}/net.py:Net", image_size=8), 4) is None

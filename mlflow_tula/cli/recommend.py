@@ -14,6 +14,7 @@ from mlflow_tula.cli.types import OpenText, count, duration
 from mlflow_tula.errors import InvalidInputError, NotRegisteredError
 
 if TYPE_CHECKING:
+    from mlflow_tula.probing.counting import Counting
     from mlflow_tula.recommend import Recommendation
 
 
@@ -59,18 +60,35 @@ def command(as_json: bool, **values: Any) -> None:
     """
     from mlflow_tula.cli.flow import find_bundle, make_recommendation
 
+    counting = _begin_counting(values)
     try:
         bundle, source = find_bundle(values)
     except NotRegisteredError as error:
-        _answer_cold(values, as_json, error)
+        _answer_cold(values, as_json, error, counting)
         return
+    finally:
+        if counting is not None:
+            counting.close()
     choice = make_recommendation(bundle, values)
     _print(as_json, source, choice)
     if values["refine"] is not None:
         note("--refine is for workloads without a profile; this one has one")
 
 
-def _answer_cold(values: Mapping[str, Any], as_json: bool, error: NotRegisteredError) -> None:
+def _begin_counting(values: Mapping[str, Any]) -> Counting | None:
+    """Start to count the job's kernels while the registry is asked, in case it knows nothing."""
+    from mlflow_tula.probing.counting import Counting
+
+    own = values["bundle"] is None and values["alias"] == "champion" and values["hardware"] is None
+    return Counting(options.make_job(values)) if own else None
+
+
+def _answer_cold(
+    values: Mapping[str, Any],
+    as_json: bool,
+    error: NotRegisteredError,
+    counting: Counting | None,
+) -> None:
     """What other models on the hardware say, or the error that nothing is registered."""
     from mlflow_tula.cli.cold import cold_answer, print_how_to_sharpen, refine
     from mlflow_tula.cli.flow import make_recommendation
@@ -79,7 +97,7 @@ def _answer_cold(values: Mapping[str, Any], as_json: bool, error: NotRegisteredE
         raise error
     job = options.make_job(values)
     hardware = values["hardware"] or options.detect_hardware(values["device"])
-    answer = cold_answer(job, hardware)
+    answer = cold_answer(job, hardware, counting)
     if answer is None:
         raise error
     choice = make_recommendation(answer.bundle, values)

@@ -71,7 +71,8 @@ class MemoryPredictor:
     sample, times `bend_factor` past `bend_batch_size`. copy: `copy_bytes` of gradients, DDP's
     buckets. `identified` is False where the readings are flat or there is one size only: then
     the interval runs from "the batch takes nothing" to "it takes all". Valid up to 4x the
-    largest batch size that ran; further out nothing is said to fit.
+    largest batch size that ran (or `counted_batch_size`, of a model that never ran here); further
+    out nothing is said to fit.
     """
 
     batch_sizes: tuple[float, ...]
@@ -87,6 +88,7 @@ class MemoryPredictor:
     jump: float = 1.0
     copy_bytes: float = 0.0
     copy_sd_bytes: float = 0.0
+    counted_batch_size: float = 0.0
     limit_bytes: float
     limit_is_shared: bool = False
     probes: tuple[MemoryProbe, ...] = ()
@@ -128,13 +130,15 @@ class MemoryPredictor:
             jump=1.0 if table.hardware.device_type == "cpu" else JUMP,
             limit_bytes=float(table.hardware.device_memory_bytes),
             limit_is_shared=table.hardware.device_type == "cpu",
-            probes=tuple(_probe(row) for row in table.measurements),
+            probes=tuple(probe_of(row) for row in table.measurements),
             warnings=tuple(notes),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         data = dataclasses.asdict(self)
+        if not self.counted_batch_size:
+            del data["counted_batch_size"]
         return {key: list(item) if isinstance(item, tuple) else item for key, item in data.items()}
 
     @classmethod
@@ -148,6 +152,7 @@ class MemoryPredictor:
                 fields[name] = tuple(float(value) for value in fields[name])
             fields["probes"] = tuple(MemoryProbe.from_dict(one) for one in fields.get("probes", ()))
             fields["warnings"] = tuple(str(text) for text in fields.get("warnings", ()))
+            fields.setdefault("counted_batch_size", 0.0)
             for name in _NUMBERS:
                 fields[name] = float(fields[name])
             made = cls(**fields)
@@ -172,6 +177,7 @@ _NUMBERS = (
     "jump",
     "copy_bytes",
     "copy_sd_bytes",
+    "counted_batch_size",
     "limit_bytes",
 )
 
@@ -188,7 +194,7 @@ def fit(
     )
 
 
-def _probe(row: Measurement) -> MemoryProbe:
+def probe_of(row: Measurement) -> MemoryProbe:
     """A row of the table as a point of the map."""
     return MemoryProbe(
         local_batch_size=row.local_batch_size,

@@ -162,7 +162,7 @@ def _feasible_here(
     neighbour = np.isin(state, [OK, OOM, OK_ELSEWHERE, OOM_ELSEWHERE])
     sizes, states = known[neighbour], state[neighbour]
     out = np.isin(states, [OOM, OOM_ELSEWHERE])
-    largest = max(sizes[~out], default=0.0)
+    largest = max([*sizes[~out], params.get("counted_batch_size", 0.0)])
     below = np.maximum(np.searchsorted(sizes, batch) - 1, 0)
     beside_out = np.append(out, False)[below]
     effective = np.fmin(limit, _shown_limit(params, batch))

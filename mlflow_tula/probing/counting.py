@@ -1,7 +1,8 @@
-"""Static features of a job, counted in a process of its own.
+"""Static features of a job, and its workload, counted in a process of its own.
 
 counting = Counting(job)            # starts at once, beside whatever else is starting
 features = counting.result()        # None where they could not be had; never raises
+counting.workload, counting.refusal # what is trained; why it cannot be, in the child's own words
 
 A process of its own, because counting runs the model without values: your own code may keep what it
 sees, and the process that is timed must see real steps only. The caller imports no torch.
@@ -17,9 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mlflow_tula.errors import TulaError
+from mlflow_tula.errors import InvalidInputError, TulaError
 from mlflow_tula.launch.group import rank_environment
 from mlflow_tula.model_features import ModelFeatures
+from mlflow_tula.specs import Workload
 from mlflow_tula.workloads.job import Job
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class Counting:
             whole: one dataset of your own is all training data.
         """
         self._found: ModelFeatures | None = None
+        self.workload: Workload | None = None
+        self.refusal = ""
         self._task = json.dumps({"job": job.to_dict(), "whole": whole})
         self._child: subprocess.Popen[str] | None = subprocess.Popen(
             [sys.executable, "-m", "mlflow_tula.probing.counting", self._task],
@@ -64,8 +68,12 @@ class Counting:
             logger.info("the kernels were not counted: %s", (err.strip().splitlines() or [""])[-1])
             return None
         try:
-            self._found = ModelFeatures.from_dict(json.loads(out.strip().splitlines()[-1]))
-        except (ValueError, IndexError, TulaError) as error:
+            answer = json.loads(out.strip().splitlines()[-1])
+            self.refusal = str(answer.get("refusal", ""))
+            if not self.refusal:
+                self.workload = Workload.from_dict(answer["workload"])
+                self._found = ModelFeatures.from_dict(answer["features"])
+        except (ValueError, LookupError, AttributeError, TulaError) as error:
             logger.info("the kernels were not counted: %s", error)
         return self._found
 
@@ -83,14 +91,22 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    """Count the job on the command line and print its features as JSON."""
+    """Count the job on the command line and print its workload and features as JSON."""
     from mlflow_tula.features import extract
     from mlflow_tula.probing.own import load_datasets
+    from mlflow_tula.workloads.describe import describe
 
     task = json.loads(sys.argv[1])
     job = Job.from_dict(task["job"])
-    features = extract(job, datasets=load_datasets(job, whole=bool(task["whole"])))
-    print(json.dumps(features.to_dict()))  # noqa: T201 (the answer to the parent)
+    try:
+        data = load_datasets(job, whole=bool(task["whole"]))
+        answer = {
+            "workload": describe(job, data).to_dict(),
+            "features": extract(job, datasets=data).to_dict(),
+        }
+    except InvalidInputError as error:
+        answer = {"refusal": str(error)}
+    print(json.dumps(answer))  # noqa: T201 (the answer to the parent)
 
 
 if __name__ == "__main__":

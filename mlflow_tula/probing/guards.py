@@ -15,6 +15,8 @@ CPU_MEMORY_SHARE = 0.9
 """Of the memory that is available when a sweep begins, so much is the ranks'."""
 ESTIMATE_FACTOR = 1.5
 """A process grows by up to twice what its tensors take (seen with VGG11, docs/method.md)."""
+CPU_BASE_BYTES = 7e8
+"""What a rank's process holds without a model on a CPU: torch, its threads, small datasets."""
 _EXTRA_STEPS = 1.5
 """Evaluation and gradient passes of a short probe, in steps."""
 
@@ -48,8 +50,8 @@ def expected_peak_bytes(
     """Peak bytes of a rank, or None where nothing is known.
 
     A line through the two largest sizes measured at this world size. With one size measured, its
-    peak plus ESTIMATE_FACTOR times what the estimate adds; with none, the bare estimate, which is
-    a lower bound.
+    peak plus ESTIMATE_FACTOR times what the estimate adds; with none, ESTIMATE_FACTOR times the
+    estimate and what a process holds without a model: a sweep shall not begin by running out.
 
     Args:
         table: rows so far.
@@ -72,9 +74,14 @@ def expected_peak_bytes(
     if estimated is None:
         return None
     if not largest:
-        return estimated
+        return int(_unmeasured_base(table.hardware) + ESTIMATE_FACTOR * estimated)
     growth = max(estimated - (largest[0].allocated_memory_bytes or 0), 0)
     return int(_peak(largest[0]) + ESTIMATE_FACTOR * growth)
+
+
+def _unmeasured_base(hardware: HardwareSpec) -> float:
+    """Bytes that count against the limit before a model exists."""
+    return CPU_BASE_BYTES if hardware.device_type == "cpu" else 0.0
 
 
 def _peak(row: Measurement) -> int:

@@ -10,7 +10,6 @@
     losses.py       build_loss(job)
     optimizers.py   build_optimizer(job, parameters)
     describe.py     describe(job) -> Workload
-    estimate.py     bytes of one step, without running it
 
 Only job.py and resolve.py (and this file) may be imported without paying for torch.
 """
