@@ -19,27 +19,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _BATCH = ("global_batch_size", "local_batch_size")
-_QUESTION = (
-    "objective",
-    "epochs",
-    "deadline_s",
-    "budget_usd",
-    "memory_limit_bytes",
-    "usd_per_device_hour",
-    "usd_per_gb_hour",
-    "nodes",
-    "devices_per_node",
-    "current_global_batch_size",
-)
-_ANSWER = (
-    "global_batch_size",
-    "local_batch_size",
-    "accumulation_steps",
-    "nodes",
-    "devices_per_node",
-    "objective",
-)
-_CHOICE = ("step_time_s", "epoch_time_s", "peak_memory_bytes", "time_s", "cost_usd", "extrapolated")
 
 
 class TulaDeployments(BaseDeploymentClient):  # type: ignore[misc, unused-ignore]
@@ -167,6 +146,8 @@ def run_local(
 
 def target_help() -> str:
     """What `mlflow deployments help -t tula` prints."""
+    from mlflow_tula.serving.questions import FIELDS
+
     return (
         "Target URI: tula. A deployment is a registered predictor, named in full\n"
         "(tula.vgg11.digits.<hardware>) or as model/dataset for this machine's hardware.\n"
@@ -175,7 +156,7 @@ def target_help() -> str:
         "\n"
         'Rows with a batch size ({"global_batch_size": 128, "devices_per_node": 2}) are answered\n'
         "with predictions. Rows without one are answered with a decision; their columns are\n"
-        f"{', '.join(_QUESTION)}.\n"
+        f"{', '.join(FIELDS)}.\n"
         "create and update take models:/<name>/<version> and promote it through the gate\n"
         "(-C force=true goes past it); delete takes the alias champion away.\n"
     )
@@ -204,29 +185,16 @@ def _decide(bundle: Any, frame: pd.DataFrame) -> pd.DataFrame:
     """One decision a row."""
     import pandas as pd
 
-    from mlflow_tula.errors import UnknownNameError
-    from mlflow_tula.recommend import recommend
-    from mlflow_tula.specs import ClusterSpec, Pricing
-    from mlflow_tula.table import is_missing
+    from mlflow_tula.errors import InvalidInputError
+    from mlflow_tula.serving.questions import Question, answer_row, numbered, records
 
-    for name in frame.columns:
-        if name not in _QUESTION:
-            raise UnknownNameError("column", str(name), [*_QUESTION, *_BATCH])
+    questions = records(frame) or [{}]
     rows = []
-    for record in frame.to_dict("records") or [{}]:
-        asked = {str(key): value for key, value in record.items() if not is_missing(value)}
-        cluster = ClusterSpec(
-            nodes=asked.pop("nodes", 1), devices_per_node=asked.pop("devices_per_node", 1)
-        )
-        names = ("usd_per_device_hour", "usd_per_gb_hour")
-        prices = {name: asked.pop(name) for name in names if name in asked}
-        pricing = Pricing(**prices) if prices else None
-        choice = recommend(bundle, cluster=cluster, pricing=pricing, **asked)
-        rows.append(
-            {name: getattr(choice, name) for name in _ANSWER}
-            | {name: getattr(choice.choice, name) for name in _CHOICE}
-            | {"reasons": list(choice.reasons), "warnings": list(choice.warnings)}
-        )
+    for position, record in enumerate(questions):
+        try:
+            rows.append(answer_row(Question.from_record(record, also=_BATCH).decide(bundle)))
+        except InvalidInputError as error:
+            raise InvalidInputError(numbered(error, position, questions)) from error
     return pd.DataFrame(rows, index=frame.index if len(frame) else None)
 
 
@@ -238,16 +206,11 @@ class _mlflow_errors:  # noqa: N801
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Raise in the place of a TulaError."""
-        from mlflow_tula.errors import NotRegisteredError, StoreError, TulaError
+        from mlflow_tula.errors import TulaError
+        from mlflow_tula.serving.faults import error_code
 
-        if not isinstance(error, TulaError):
-            return
-        code = "INVALID_PARAMETER_VALUE"
-        if isinstance(error, NotRegisteredError):
-            code = "RESOURCE_DOES_NOT_EXIST"
-        elif isinstance(error, StoreError):
-            code = "TEMPORARILY_UNAVAILABLE"
-        raise _deployment_error(str(error), code) from error
+        if isinstance(error, TulaError):
+            raise _deployment_error(str(error), error_code(error)) from error
 
 
 def _deployment_error(message: str, code: str) -> Exception:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from mlflow_tula.errors import InvalidInputError, UnknownNameError
-from mlflow_tula.specs import ClusterSpec, Precision, Pricing, Workload, slugify
+from mlflow_tula.specs import Precision, Workload, slugify
 
 if TYPE_CHECKING:
     from mlflow_tula.recommend import Recommendation
@@ -60,8 +60,6 @@ CONFIG = {
     "current_global_batch_size": "what is used today",
 }
 """Keys of the backend's config, the JSON of `mlflow run -c`."""
-
-_PASSED = ("epochs", "deadline_s", "budget_usd", "memory_limit_bytes", "candidates")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,39 +165,14 @@ def _registered(
 def _recommend(
     found: RegisteredPredictor, config: Mapping[str, Any], *, several: bool
 ) -> Recommendation:
-    """Ask the bundle for the decision."""
+    """Ask the bundle; one device, unless the config or a parameter says that it can use more."""
     from mlflow_tula import registry
-    from mlflow_tula.recommend import recommend
+    from mlflow_tula.serving.questions import FIELDS, Question
 
     bundle = registry.load(found.name, version=found.version)
-    return recommend(
-        bundle,
-        cluster=_clusters(config, bundle.hardware, several=several),
-        objective=config.get("objective", "knee"),
-        pricing=_pricing(config),
-        current_global_batch_size=config.get("current_global_batch_size"),
-        **{name: config[name] for name in _PASSED if name in config},
-    )
-
-
-def _clusters(
-    config: Mapping[str, Any], hardware: HardwareSpec, *, several: bool
-) -> list[ClusterSpec]:
-    """One device, unless the config or a parameter of the project says that it can use more."""
-    usual = sorted({1, hardware.devices_per_node}) if several else [1]
-    nodes, devices = _listed(config.get("nodes", 1)), _listed(config.get("devices_per_node", usual))
-    return [ClusterSpec(nodes=n, devices_per_node=d) for n in nodes for d in devices]
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _pricing(config: Mapping[str, Any]) -> Pricing | None:
-    """The prices, where there are any."""
-    names = ("usd_per_device_hour", "usd_per_gb_hour")
-    prices = {name: config[name] for name in names if config.get(name) is not None}
-    return Pricing(**prices) if prices else None
+    usual = sorted({1, bundle.hardware.devices_per_node}) if several else [1]
+    asked = {name: config[name] for name in CONFIG if name in FIELDS and name in config}
+    return Question.from_record({"devices_per_node": usual, **asked}).decide(bundle)
 
 
 def _check_accumulation(
