@@ -20,13 +20,13 @@ from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.recommend.recommendation import Recommendation
 from mlflow_tula.registry import RegisteredPredictor
 from mlflow_tula.registry.measurements import FIT_METRICS, profile_dataset
-from mlflow_tula.registry.model_files import model_tags
 from mlflow_tula.runs import PREFIX, Run, log_batch, start_run
 from mlflow_tula.specs import HardwareSpec, Workload
 from mlflow_tula.stores import quiet_mlflow, store_errors
 from mlflow_tula.table import Measurement, ProfileTable
 from mlflow_tula.tracking.background import Background
 from mlflow_tula.tracking.descriptions import describe_profile
+from mlflow_tula.tracking.observed_tags import spec_tags
 from mlflow_tula.tracking.profile_files import write_documents, write_figures
 
 __all__ = [
@@ -165,7 +165,7 @@ def log_workload(
     run.params({**workload.to_dict(), **machine, **(settings or {})})
     run.tag(
         {
-            **model_tags(workload, hardware),
+            **spec_tags(workload.to_dict(), hardware),
             "tula.cpu_model": hardware.cpu_model or None,
             "tula.backend": hardware.backend or None,
             "tula.torch_version": hardware.torch_version or None,
