@@ -175,6 +175,29 @@ def check_world(values: Mapping[str, Any], cluster: Cluster | None) -> None:
             )
 
 
+def launched(values: Mapping[str, Any], cluster: Cluster | None) -> dict[str, Any]:
+    """What the launcher decides of a training: how many nodes, and the ranks of each.
+
+    Raises:
+        InvalidInputError: other numbers were asked for.
+    """
+    from mlflow_tula.errors import InvalidInputError
+
+    check_world(values, cluster)
+    if cluster is None:
+        return {"num_nodes": 1}
+    nodes, asked = cluster.place.nodes, values["nodes"]
+    if asked != (1,) and nodes not in asked:
+        raise InvalidInputError(
+            f"--nodes {','.join(map(str, asked))} does not hold the {nodes} that the launcher "
+            f"({cluster.place.launcher}) started: leave it out, or start so many"
+        )
+    found: dict[str, Any] = {"num_nodes": nodes, "nodes": (nodes,)}
+    if cluster.place.ranks_per_node > 1:
+        found["devices"] = cluster.place.ranks_per_node
+    return found
+
+
 def device_counts(values: Mapping[str, Any], cluster: Cluster | None) -> Any:
     """World sizes of one node: as asked, else what the launcher started, else `auto`."""
     if values["world_sizes"]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlflow_tula.cli import options
+from mlflow_tula.cli.serving import offer_recommender
 from mlflow_tula.errors import InvalidInputError, TableError
 from mlflow_tula.files import read_json, write_json
 
@@ -126,6 +127,8 @@ def make_recommendation(bundle: PredictorBundle, values: Values) -> Recommendati
         current_global_batch_size=values["current_batch_size"],
         knee_rule=values["knee_rule"],
         accumulation_steps=_more_than_one(values["accumulation_steps"]),
+        gradient_compression=_one_compression(values),
+        scaling=values["scaling"],
     )
 
 
@@ -151,7 +154,16 @@ def register_bundle(
         tracking.log_registration(run, done)
         choice = registry.default_recommendation(bundle)
         tracking.log_profile(run, table, bundle, choice, registered=done, nested=False)
+    offer_recommender(done.name)
     return done
+
+
+def _one_compression(values: Values) -> str | None:
+    """How gradients will be sent: what a training was asked for; of a profile's several, none."""
+    asked = values.get("gradient_compression")
+    if isinstance(asked, tuple):
+        asked = asked[0] if len(asked) == 1 else None
+    return None if asked == "none" else asked
 
 
 def check_decision(values: Values) -> None:

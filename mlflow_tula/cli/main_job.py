@@ -16,6 +16,7 @@ from mlflow_tula.cli.render import (
     print_recommendation,
     print_report,
 )
+from mlflow_tula.cli.serving import offer_recommender
 from mlflow_tula.errors import WorkFailedError
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def command(as_json: bool, **values: Any) -> None:
                 f"the decision is made, but not registered: {sweep.trouble}; the same command "
                 "goes on from here"
             )
+    offer_recommender(registered.name)
 
 
 def _print(

@@ -255,6 +255,24 @@ decision_options = _all(
     ),
     option("--nodes", types.Listed(example="1,2,4", open_word=None), "1", "Numbers of nodes."),
     option(
+        "--inter-node-bandwidth",
+        types.bandwidth("1Gbit", open_word="auto"),
+        "auto",
+        "What a node's link carries, in kbit ... Tbit or KB ... TB a second; auto: as measured.",
+    ),
+    option(
+        "--inter-node-latency",
+        types.latency("50us", open_word="auto"),
+        "auto",
+        "Latency of that link (us, ms or s); auto: as measured.",
+    ),
+    option(
+        "--scaling",
+        click.Choice(["any", "strong", "weak"]),
+        "any",
+        "Of several clusters compare all sizes, one global batch (strong) or one local (weak).",
+    ),
+    option(
         "--devices-per-node",
         types.Listed(example="1,2"),
         "auto",
@@ -282,8 +300,8 @@ def make_job(values: Mapping[str, Any]) -> Job:
     names = set(Job.__dataclass_fields__)
     given = {key: value for key, value in values.items() if key in names}
     # several ways to be profiled are no property of the job; the one to train with is
-    if isinstance(given.get("gradient_compression"), tuple):
-        del given["gradient_compression"]
+    if given.get("gradient_compression") != "bf16":
+        given.pop("gradient_compression", None)
     return Job(**given)
 
 
@@ -339,10 +357,16 @@ def make_clusters(values: Mapping[str, Any], bundle: PredictorBundle) -> list[Cl
     """Every (nodes, devices per node) to choose from; by default only counts that were measured."""
     from mlflow_tula.specs import ClusterSpec
 
+    bandwidth, latency = values["inter_node_bandwidth"], values["inter_node_latency"]
     most = bundle.hardware.devices_per_node
     measured = {world for _, world in bundle.probed.ok if world <= most}
     return [
-        ClusterSpec(nodes=nodes, devices_per_node=count)
+        ClusterSpec(
+            nodes=nodes,
+            devices_per_node=count,
+            inter_node_bandwidth_bytes_per_s=bandwidth if nodes > 1 else None,
+            inter_node_latency_s=latency if nodes > 1 else None,
+        )
         for nodes in values["nodes"]
         for count in values["devices_per_node"] or sorted(measured or {1})
     ]

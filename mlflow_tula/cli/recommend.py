@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     "auto",
     "Passes per optimizer step; auto: 1, more only where a batch does not fit otherwise.",
 )
+@option(
+    "--gradient-compression",
+    click.Choice(["none", "bf16"]),
+    "none",
+    "How gradients are sent among ranks: as they are, or half as many bytes in bf16.",
+)
 @options.memory_option
 @option(
     "--hardware",
@@ -57,6 +63,7 @@ def command(as_json: bool, **values: Any) -> None:
     tula recommend --model vgg11
     tula recommend --model vgg11 --objective min_cost --price-per-gb-hour 0.15 --epochs 90
     tula recommend --model vgg11 --deadline 6h --epochs 90 --nodes 1,2,4
+    tula recommend --model vgg11 --nodes 1,2,4,8,16 --inter-node-bandwidth 10Gbit
     """
     from mlflow_tula.cli.flow import find_bundle, make_recommendation
 

@@ -213,6 +213,7 @@ def run_training(
                 resume=values["resume"],
                 limits=limits,
                 max_restarts=values["max_restarts"],
+                cluster=cluster,
                 on_event=work.then(progress),
             )
         run.metrics(

@@ -185,6 +185,21 @@ def num_bytes(example: str, *, open_word: str | None = None) -> Quantity:
     return Quantity("bytes", units=units, example=example, whole=True, open_word=open_word)
 
 
+def bandwidth(example: str, *, open_word: str | None = None) -> Quantity:
+    """Bytes a second: a number of bits (Gbit, Gbps) or bytes (GB) a second."""
+    units: dict[str, float] = {}
+    for power, prefix in enumerate(("", "k", "m", "g", "t")):
+        units |= {f"{prefix}{word}": 1000.0**power / 8 for word in ("bit", "bps")}
+        units |= {f"{prefix}b": 1000.0**power}
+    return Quantity("bandwidth", units=units, example=example, open_word=open_word)
+
+
+def latency(example: str, *, open_word: str | None = None) -> Quantity:
+    """Seconds, or a number with ns, us, ms or s."""
+    units = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+    return Quantity("latency", units=units, example=example, strict=False, open_word=open_word)
+
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

@@ -182,6 +182,8 @@ class PredictorBundle:
         usd_per_gb_hour: float | None = None,
         inter_node_bandwidth_bytes_per_s: float | None = None,
         inter_node_latency_s: float | None = None,
+        gradient_compression: str | None = None,
+        bucket_bytes: float | None = None,
     ) -> pd.DataFrame:
         """Answer one question a row; see `inference.predict_frame` for columns and options.
 
@@ -208,6 +210,8 @@ class PredictorBundle:
                 usd_per_gb_hour=usd_per_gb_hour,
                 inter_node_bandwidth_bytes_per_s=inter_node_bandwidth_bytes_per_s,
                 inter_node_latency_s=inter_node_latency_s,
+                gradient_compression=gradient_compression,
+                bucket_bytes=bucket_bytes,
             )
         except TulaError:
             raise

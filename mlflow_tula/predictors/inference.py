@@ -44,6 +44,8 @@ def predict_frame(
     usd_per_gb_hour: float | None = None,
     inter_node_bandwidth_bytes_per_s: float | None = None,
     inter_node_latency_s: float | None = None,
+    gradient_compression: str | None = None,
+    bucket_bytes: float | None = None,
 ) -> pd.DataFrame:
     """Answer one question a row.
 
@@ -59,6 +61,8 @@ def predict_frame(
         usd_per_gb_hour: price of a GB (1e9 bytes) of peak memory.
         inter_node_bandwidth_bytes_per_s: a stated link between nodes in place of the measured one.
         inter_node_latency_s: the same for its latency.
+        gradient_compression: `bf16` sends half the bytes; None or `none` all of them.
+        bucket_bytes: most bytes that DDP sends at once; as profiled when None.
 
     Returns:
         One row per row of `frame`, same index: the configuration, then `step_time_s`,
@@ -76,17 +80,21 @@ def predict_frame(
         "dataset_size": dataset_size,
         "epochs": epochs,
         "inter_node_bandwidth_bytes_per_s": inter_node_bandwidth_bytes_per_s,
+        "bucket_bytes": bucket_bytes,
     }
     prices = {"usd_per_device_hour": usd_per_device_hour, "usd_per_gb_hour": usd_per_gb_hour}
     _check_options(positive, {**prices, "inter_node_latency_s": inter_node_latency_s})
+    sent = {"gradient_compression": gradient_compression}
     asked = _configurations(frame)
     part = _questions_at_once(bundle["step_time"])
     if len(frame) > part:
-        options = {**positive, **prices, "inter_node_latency_s": inter_node_latency_s}
+        options = {**positive, **prices, **sent, "inter_node_latency_s": inter_node_latency_s}
         parts = [frame.iloc[start : start + part] for start in range(0, len(frame), part)]
-        return pd.concat([predict_frame(bundle, one, level=level, **options) for one in parts])
+        answers = [predict_frame(bundle, one, level=level, **options) for one in parts]  # type: ignore[arg-type]
+        return pd.concat(answers)
     with np.errstate(over="ignore"):  # an interval without end is an honest answer
-        return _answer(bundle, frame, asked, level, {**positive, **prices}, inter_node_latency_s)
+        options = {**positive, **prices, **sent}
+        return _answer(bundle, frame, asked, level, options, inter_node_latency_s)
 
 
 def _answer(
@@ -112,6 +120,8 @@ def _answer(
         level=level,
         bandwidth_bytes_per_s=options["inter_node_bandwidth_bytes_per_s"],
         latency_s=inter_node_latency_s,
+        gradient_compression=options["gradient_compression"],
+        bucket_bytes=options["bucket_bytes"],
     )
     memory = _memory(bundle, local, nodes * devices, level)
     workload = bundle["workload"]
@@ -192,7 +202,8 @@ def _configurations(frame: pd.DataFrame) -> dict[str, NDArray[np.int64]]:
         raise ValueError(f"predict needs a pandas DataFrame, not {type(frame).__name__}")
     given = [name for name in BATCH_COLUMNS if name in frame.columns]
     if len(given) != 1:
-        found = "both" if given else f"only {[str(name) for name in frame.columns]}"
+        some = [str(name)[:40] for name in frame.columns[:12]]
+        found = "both" if given else f"only {some}"
         raise ValueError(
             "predict needs exactly one of the columns local_batch_size and global_batch_size, "
             f"not {found}"
@@ -201,7 +212,7 @@ def _configurations(frame: pd.DataFrame) -> dict[str, NDArray[np.int64]]:
     for name in frame.columns:
         near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.75)
         if name not in known and near:
-            raise ValueError(f"column {name!r} is unknown: did you mean {near[0]!r}?")
+            raise ValueError(f"column {str(name)[:40]!r} is unknown: did you mean {near[0]!r}?")
     if len(frame) > MAX_QUESTIONS:
         raise ValueError(
             f"{len(frame)} rows were asked at once; at most {MAX_QUESTIONS}: ask in parts"

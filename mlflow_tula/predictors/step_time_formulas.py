@@ -245,6 +245,10 @@ def compute_deviation(
     shared = np.min(np.abs(np.log2(devices)[:, None] - counts[None, :]), axis=1)
     variance = spread["bridge_sd"] ** 2 * bridge + (spread["beyond_sd"] * beyond) ** 2 + doubt**2
     variance += (spread["contention_sd"] * shared) ** 2
+    foreseen = spread.get("foreseen")
+    if foreseen is not None:  # a curve of other models, not of this one's own trials
+        known = np.interp(place, foreseen["log2_sizes"], foreseen["deviations"])
+        variance += known**2
     return np.asarray(np.sqrt(variance))
 
 

@@ -78,10 +78,9 @@ def candidates(
         InvalidInputError: a size that no rank's share of the dataset holds.
     """
     found = []
-    one = isinstance(accumulation_steps, int)
-    accumulations = (
-        [accumulation_steps] if one else _items("accumulation_steps", accumulation_steps)
-    )
+    if isinstance(accumulation_steps, int):
+        accumulation_steps = (accumulation_steps,)
+    accumulations = _items("accumulation_steps", accumulation_steps)
     for nodes, devices in layouts(world_sizes, node_counts):
         share = math.ceil(workload.dataset_size / (nodes * devices))
         bound = share if max_batch_size is None else min(share, max_batch_size)

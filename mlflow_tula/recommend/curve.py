@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mlflow_tula.batches import check_candidates, divisors
 from mlflow_tula.errors import ExtrapolationWarning, InvalidInputError, MayNotReachTargetWarning
 from mlflow_tula.knee import KneeRule
-from mlflow_tula.recommend.recommendation import CurvePoint, Objective
+from mlflow_tula.recommend.recommendation import CurvePoint, Objective, Scaling
 from mlflow_tula.specs import ClusterSpec, Pricing, check_choice, check_int, check_real
 
 if TYPE_CHECKING:
@@ -48,11 +48,14 @@ class Request:
     dataset_size: int
     knee_rule: KneeRule
     level: float
+    gradient_compression: str | None = None
+    scaling: Scaling = "any"
 
     def __post_init__(self) -> None:
         """State the rule, the value and the way out of each bad argument."""
         check_choice("objective", self.objective, Objective)
         check_choice("knee rule", self.knee_rule, KneeRule)
+        check_choice("scaling", self.scaling, Scaling)
         check_int("dataset_size", self.dataset_size)
         for name in ("epochs", "deadline_s", "budget_usd", "memory_limit_bytes"):
             if getattr(self, name) is not None:
@@ -129,6 +132,7 @@ def make_curve(request: Request) -> tuple[CurvePoint, ...]:
             points += _predict(request, cluster, _layouts(request, cluster, here))
             continue
         near, smaller = _default_sizes(request, cluster)
+        near = _held(request, cluster, near)
         found = _predict(request, cluster, _layouts(request, cluster, near))
         if not any(point.fits for point in found):
             found = _predict(request, cluster, _layouts(request, cluster, smaller)) + found
@@ -140,6 +144,25 @@ def make_curve(request: Request) -> tuple[CurvePoint, ...]:
             "accumulation steps: use fewer"
         )
     return _mark_pareto(request, _apply_limits(request, points))
+
+
+def _held(request: Request, cluster: ClusterSpec, sizes: list[int]) -> list[int]:
+    """What strong or weak scaling leaves of a cluster's candidates: one size, where it can be cut.
+
+    Strong: the global batch of the smallest cluster stays, weak: its local batch does. That is the
+    current batch size, or else the largest that was measured there.
+    """
+    if request.scaling == "any":
+        return sizes
+    first = min(request.clusters, key=lambda one: (one.world_size, one.nodes))
+    largest = max(local for local, _ in request.bundle.probed.ok)
+    passes = request.accumulation_steps or 1
+    start = request.current or largest * first.world_size * passes
+    if request.scaling == "strong":
+        return [start] if start % (cluster.world_size * passes) == 0 else []
+    per_rank = start // first.world_size
+    whole = per_rank * cluster.world_size
+    return [whole] if per_rank % passes == 0 and whole <= request.dataset_size else []
 
 
 def _global_sizes(request: Request) -> list[int] | None:
@@ -229,6 +252,7 @@ def _predict(
             pricing=request.pricing,
             inter_node_bandwidth_bytes_per_s=cluster.inter_node_bandwidth_bytes_per_s,
             inter_node_latency_s=cluster.inter_node_latency_s,
+            gradient_compression=request.gradient_compression,
         )
     return [_point(request, record) for record in out.to_dict("records")]
 
@@ -252,8 +276,9 @@ def _point(request: Request, record: dict[Any, Any]) -> CurvePoint:
     for end in ("", "_lower", "_upper"):
         seconds = values[f"{source}{end}"]
         values[f"time_s{end}"] = None if seconds is None else seconds * factor
-    world = int(values["nodes"]) * int(values["devices_per_node"])
-    measured = (int(values["local_batch_size"]), world) in request.bundle.probed.ok
+    nodes, devices = int(values["nodes"]), int(values["devices_per_node"])
+    measured = (int(values["local_batch_size"]), nodes * devices) in request.bundle.probed.ok
+    measured = measured and ran_there(request, nodes, devices)
     return CurvePoint(**values, measured=measured)
 
 
@@ -263,8 +288,16 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def ran_there(request: Request, nodes: int, devices: int) -> bool:
+    """Whether anything was measured on just this many nodes and devices of each."""
+    setups = request.bundle.step_time.params["range"]["setups"]
+    return any((nodes, devices) == (setup[0], setup[1]) for setup in setups)
+
+
 def is_known(request: Request, point: CurvePoint) -> bool:
     """Whether it or its neighbour by a factor of two was measured on so many ranks."""
+    if not ran_there(request, point.nodes, point.devices_per_node):
+        return False
     return any(
         world == point.world_size
         and local <= NEAR * point.local_batch_size

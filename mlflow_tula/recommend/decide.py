@@ -25,8 +25,17 @@ from mlflow_tula.knee import (
     choose_minimum,
     relative_noise,
 )
+from mlflow_tula.recommend.advice import advise, scale
+from mlflow_tula.recommend.cautions import caution
+from mlflow_tula.recommend.cautions import name_of as _name
+from mlflow_tula.recommend.cautions import ranks_of as _ranks
 from mlflow_tula.recommend.curve import Request, is_known, limits, listed, make_curve
-from mlflow_tula.recommend.recommendation import CurvePoint, Objective, Recommendation
+from mlflow_tula.recommend.recommendation import (
+    CurvePoint,
+    Objective,
+    Recommendation,
+    Scaling,
+)
 from mlflow_tula.specs import ClusterSpec, Pricing
 
 if TYPE_CHECKING:
@@ -36,8 +45,6 @@ __all__ = ["CurvePoint", "KneeRule", "Objective", "Recommendation", "recommend"]
 
 Knee = tuple[CurvePoint, Settled, list[CurvePoint]]
 """A cluster's knee, how it came about, and the cluster's points."""
-FEW_UPDATES = 10
-"""Optimizer steps per epoch below which the choice comes with a warning."""
 
 
 def recommend(
@@ -56,6 +63,8 @@ def recommend(
     dataset_size: int | None = None,
     knee_rule: KneeRule = DEFAULT_RULE,
     level: float = 0.9,
+    gradient_compression: str | None = None,
+    scaling: Scaling = "any",
 ) -> Recommendation:
     """Choose the batch size, the accumulation and (of several clusters) the cluster.
 
@@ -77,6 +86,9 @@ def recommend(
         dataset_size: training samples; the workload's when None.
         knee_rule: `diminishing_returns` or `kneedle`.
         level: probability of the intervals.
+        gradient_compression: how gradients are sent among ranks; None: as they are.
+        scaling: `strong` keeps one global batch over all clusters, `weak` one local batch (of the
+            current size, else of the largest measured one); `any` compares all.
 
     Raises:
         InvalidInputError: a bad value, an objective without the data it needs, or no candidate
@@ -97,6 +109,8 @@ def recommend(
         dataset_size=bundle.workload.dataset_size if dataset_size is None else dataset_size,
         knee_rule=knee_rule,
         level=level,
+        gradient_compression=gradient_compression,
+        scaling=scaling,
     )
     curve = make_curve(request)
     allowed = _allowed(request, curve)
@@ -111,11 +125,13 @@ def recommend(
         basis=request.basis,
         curve=curve,
         reasons=reasons,
-        warnings=_warnings(request, curve, chosen),
+        warnings=caution(request, curve, chosen),
         level=level,
         workload=bundle.workload.slug,
         hardware=bundle.hardware.slug,
         knee_rule=knee_rule if objective == "knee" else "",
+        advice=advise(request, chosen),
+        scaling=scale(request, chosen),
     )
 
 
@@ -341,59 +357,3 @@ def _noise(points: Sequence[CurvePoint]) -> list[float]:
     """Each point's relative half interval of time."""
     ends = np.array([(p.time_s_lower, p.time_s_upper) for p in points], dtype=np.float64)
     return [float(share) for share in relative_noise(ends[:, 0], ends[:, 1])]
-
-
-def _name(point: CurvePoint) -> str:
-    """A candidate in a sentence."""
-    where = f" on {_ranks(point)}" if point.world_size > 1 else ""
-    return f"{point.global_batch_size}{where}"
-
-
-def _ranks(point: CurvePoint) -> str:
-    return f"{point.world_size} rank{'s' if point.world_size > 1 else ''}"
-
-
-def _warnings(request: Request, curve: Sequence[CurvePoint], chosen: CurvePoint) -> tuple[str, ...]:
-    """What a person should know before they rely on the choice."""
-    found = list(request.bundle.report.warnings)
-    if chosen.extrapolated and request.bundle.cold_start is None:
-        found.append(f"{_name(chosen)} lies beyond what was measured: measure it to be sure")
-    if chosen.may_not_reach_target and request.to_target:
-        found.append(f"some runs at batch sizes like {chosen.global_batch_size} missed the target")
-    upper = chosen.time_s_upper
-    if request.deadline_s is not None and upper is not None and upper > request.deadline_s:
-        found.append(
-            f"the deadline of {request.deadline_s:g} s is met by the prediction of "
-            f"{chosen.time_s:,.4g} s, but its interval reaches {upper:,.4g} s"
-        )
-    found += _current_warnings(request, curve)
-    updates = request.dataset_size // chosen.global_batch_size
-    if updates < FEW_UPDATES and not request.to_target:
-        found.append(
-            f"an epoch of {chosen.global_batch_size} is only {updates} optimizer "
-            f"step{'s' if updates != 1 else ''}: time per epoch says nothing of accuracy, expect "
-            "more epochs (an objective to a target counts them, with convergence data)"
-        )
-    if chosen.local_batch_size == 1:
-        found.append("a local batch of 1 breaks batch normalisation")
-    drop_last = request.bundle.workload.drop_last
-    if not drop_last and request.dataset_size % chosen.global_batch_size == 1:
-        found.append(
-            "the last batch of an epoch holds one sample, which breaks batch normalisation: "
-            "drop it, or take another size"
-        )
-    return tuple(dict.fromkeys(found))
-
-
-def _current_warnings(request: Request, curve: Sequence[CurvePoint]) -> list[str]:
-    """Why the current batch size could not even be considered, where that is so."""
-    if request.current is None:
-        return []
-    points = [point for point in curve if point.global_batch_size == request.current]
-    if not points:
-        return [f"the current global batch size {request.current} is not among the candidates"]
-    if not any(point.fits for point in points):
-        return [f"the current global batch size {request.current}: {points[0].fits_reason}"]
-    if not any(point.fits and point.meets_limits for point in points):
-        return [f"the current global batch size {request.current} misses a limit"]
-    return []

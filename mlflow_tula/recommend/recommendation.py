@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Objective = Literal["knee", "min_time", "min_cost", "min_time_to_target", "min_cost_to_target"]
 
+Scaling = Literal["any", "strong", "weak"]
+"""Which batch sizes are compared on several clusters: all, one global size, one local size."""
+
 RECOMMENDATION_KIND = "tula.recommendation"
 RECOMMENDATION_SCHEMA_VERSION = 1
 _ROWS_AROUND = 4
@@ -96,6 +99,27 @@ class CurvePoint(Spec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingPoint(Spec):
+    """One cluster's place in strong scaling (one global batch) or weak scaling (one local batch).
+
+    `speedup` is samples per second over those of the smallest cluster; `efficiency` that over the
+    number of times more ranks.
+    """
+
+    scaling: Scaling
+    nodes: int
+    devices_per_node: int
+    global_batch_size: int
+    local_batch_size: int
+    step_time_s: float
+    throughput: float
+    speedup: float
+    efficiency: float
+    extrapolated: bool
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
     """Which batch size, on how many devices, and why."""
 
@@ -113,6 +137,8 @@ class Recommendation:
     workload: str = ""
     hardware: str = ""
     knee_rule: str = ""
+    advice: tuple[str, ...] = ()
+    scaling: tuple[ScalingPoint, ...] = ()
 
     def __post_init__(self) -> None:
         """The objective is one of ours, and the choice stands on the curve."""
@@ -155,6 +181,7 @@ class Recommendation:
             value = getattr(self, entry.name)
             data[entry.name] = list(value) if isinstance(value, tuple) else value
         data["curve"] = [point.to_dict() for point in self.curve]
+        data["scaling"] = [point.to_dict() for point in self.scaling]
         return data
 
     @classmethod
@@ -172,7 +199,11 @@ class Recommendation:
         if not isinstance(rows, list):
             raise SchemaError("curve must be a list of rows")
         fields["curve"] = tuple(CurvePoint.from_dict(row) for row in rows)
-        for name in ("reasons", "warnings"):
+        scaling = fields.get("scaling", [])
+        if not isinstance(scaling, list):
+            raise SchemaError("scaling must be a list of rows")
+        fields["scaling"] = tuple(ScalingPoint.from_dict(row) for row in scaling)
+        for name in ("reasons", "warnings", "advice"):
             fields[name] = tuple(str(line) for line in fields.get(name, ()))
         try:
             return cls(**fields)
@@ -188,7 +219,9 @@ class Recommendation:
                 *self._table(),
                 "",
                 *(f"because  {reason}" for reason in self.reasons),
+                *(f"advice   {text}" for text in self.advice),
                 *(f"warning  {warning}" for warning in self.warnings),
+                *self._scaling_table(),
             ]
         ).rstrip()
 
@@ -208,23 +241,55 @@ class Recommendation:
     def _table(self) -> list[str]:
         """Aligned rows around the choice; columns that hold nothing are left out."""
         shown = self._points_around()
-        header = ["batch", "local x acc x world", "step ms", "epoch s"]
+        header = ["batch", "local x acc x world", "nodes", "step ms", "epoch s"]
         header += [f"{self.level:.0%} interval", "memory", "to target"]
         header += [f"cost, {self.basis}", "fits", ""]
-        rows = [header, *(self._cells(point) for point in shown)]
-        columns = [
-            column for column in zip(*rows, strict=True) if any(column[1:]) or column[0] == "batch"
-        ]
-        widths = [max(map(len, column)) for column in columns]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if position == len(widths) - 1 else cell.rjust(width)
-                for position, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in zip(*columns, strict=True)
-        ]
+        lines = _aligned([header, *(self._cells(point) for point in shown)])
         hidden = len(self.curve) - len(shown)
         return lines + ([f"(more candidates in the curve: {hidden})"] if hidden else [])
+
+    def _scaling_table(self) -> list[str]:
+        """Strong and weak scaling over the clusters, where there are several."""
+        if not self.scaling:
+            return []
+        header = ["scaling", "nodes", "ranks", "batch", "local", "step ms", "samples/s"]
+        header += ["speedup", "efficiency", ""]
+        rows = [
+            [
+                point.scaling,
+                str(point.nodes),
+                str(point.nodes * point.devices_per_node),
+                str(point.global_batch_size),
+                str(point.local_batch_size),
+                _number(point.step_time_s * 1e3),
+                _number(point.throughput),
+                f"{point.speedup:.2f}",
+                f"{point.efficiency:.0%}",
+                ", ".join(
+                    word
+                    for word, said in (
+                        ("extrapolated", point.extrapolated),
+                        ("does not fit", not point.fits),
+                    )
+                    if said
+                ),
+            ]
+            for point in self.scaling
+        ]
+        return ["", *_aligned([header, *rows])]
+
+    @property
+    def ranking(self) -> tuple[CurvePoint, ...]:
+        """Every (nodes, batch) pair that fits and meets the limits, the best first.
+
+        By cost for the objectives that count it, else by time.
+        """
+        field = "time_s"
+        if self.objective.startswith("min_cost"):
+            to_target = self.objective.endswith("to_target")
+            field = "cost_to_target_usd" if to_target else "cost_usd"
+        known = [p for p in self.curve if p.fits and p.meets_limits and getattr(p, field)]
+        return tuple(sorted(known, key=lambda p: (getattr(p, field), p.world_size)))
 
     def _points_around(self) -> list[CurvePoint]:
         points = sorted(
@@ -250,6 +315,7 @@ class Recommendation:
         return [
             str(point.global_batch_size),
             point.layout,
+            str(point.nodes) if any(other.nodes > 1 for other in self.curve) else "",
             _number(point.step_time_s * 1e3),
             _number(point.epoch_time_s),
             "" if low is None or high is None else f"{_number(low)} - {_number(high)}",
@@ -259,6 +325,19 @@ class Recommendation:
             "yes" if point.fits else "no",
             ", ".join(filter(None, marks)),
         ]
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Lines of columns; those that hold nothing but their header are left out."""
+    columns = [c for c in zip(*rows, strict=True) if any(c[1:]) or c[0] == rows[0][0]]
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(
+            cell.ljust(width) if position == len(widths) - 1 else cell.rjust(width)
+            for position, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in zip(*columns, strict=True)
+    ]
 
 
 def _count(number: int, noun: str) -> str:
