@@ -193,7 +193,7 @@ def _number(name: str, value: Any) -> Any:
     value = value.item() if hasattr(value, "item") else value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidInputError(f"{name} must be a number, not {_shown(value)}")
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):  # a whole number always is
         raise InvalidInputError(f"{name} must be a finite number, not {value}")
     return value
 
