@@ -14,7 +14,7 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,13 @@ def shown(value: object) -> str:
     except Exception:  # a stranger's __repr__ must not hide what is wrong
         return f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def shown_names(names: Iterable[object]) -> str:
+    """Some names in a message: a dozen, each short."""
+    given = [str(name) for name in names]
+    more = f", ... ({len(given)} in all)" if len(given) > 12 else ""
+    return ", ".join(shown(name) for name in given[:12]) + more
 
 
 def parse_json(text: str | bytes, name: str) -> Any:

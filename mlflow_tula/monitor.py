@@ -18,6 +18,7 @@ from mlflow.exceptions import MlflowException
 
 from mlflow_tula.errors import InvalidInputError, NotRegisteredError, TulaWarning
 from mlflow_tula.registry import load
+from mlflow_tula.registry.lookup import require_store
 from mlflow_tula.runs import PREFIX
 from mlflow_tula.specs import Spec
 from mlflow_tula.stores import store_errors
@@ -84,6 +85,7 @@ def monitor(run_id: str, *, level: float = 0.9, tag: bool = True) -> Report:
         InvalidInputError: no such run, or it does not say what was run.
         NotRegisteredError: no predictor for its workload on its hardware.
     """
+    require_store()  # or MLflow would make one, to look for a run in it
     client = MlflowClient()
     run = _get_run(client, run_id)
     name, version = _predictor(run)

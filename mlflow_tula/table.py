@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mlflow_tula.documents import check_document, read_csv, shown
+from mlflow_tula.documents import check_document, read_csv, shown, shown_names
 from mlflow_tula.errors import InvalidInputError, SchemaError, TableError
 from mlflow_tula.model_features import ModelFeatures
 from mlflow_tula.specs import (
@@ -237,14 +237,16 @@ class ProfileTable:
         names = [str(name) for name in frame.columns]
         for needed in ("local_batch_size", "step_time_s"):
             if needed not in names:
-                raise TableError(f"column {needed!r} is missing; the table has {names}")
+                raise TableError(
+                    f"column {needed!r} is missing; the table has {shown_names(names) or 'none'}"
+                )
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
-            raise TableError(f"column {doubled[0]!r} stands twice; keep one of them")
+            raise TableError(f"column {shown(doubled[0])} stands twice; keep one of them")
         unknown = [name for name in names if name not in COLUMNS]
         if unknown:
             raise TableError(
-                f"column {unknown[0]!r} is unknown; known columns are {', '.join(COLUMNS)}"
+                f"column {shown(unknown[0])} is unknown; known columns are {', '.join(COLUMNS)}"
             )
         if not len(frame):
             raise TableError("the table has no rows; give at least one measured batch size")

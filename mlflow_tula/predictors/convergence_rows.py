@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mlflow_tula.documents import shown, shown_names
 from mlflow_tula.errors import InvalidInputError, TableError
 from mlflow_tula.specs import check_int, check_real
 from mlflow_tula.table import MAX_ROWS, is_missing
@@ -46,7 +47,7 @@ def read_rows(frame: pd.DataFrame) -> list[ConvergenceRow]:
     for needed in COLUMNS[:2]:
         if needed not in names:
             near = difflib.get_close_matches(needed, names, n=1, cutoff=0.6)
-            hint = f"rename {near[0]!r}?" if near else f"the frame has {names}"
+            hint = f"rename {near[0]!r}?" if near else f"the frame has {shown_names(names)}"
             raise TableError(f"column {needed!r} is missing from the convergence frame: {hint}")
     doubled = [name for name in COLUMNS if names.count(name) > 1]
     if doubled:
@@ -54,7 +55,7 @@ def read_rows(frame: pd.DataFrame) -> list[ConvergenceRow]:
     for name in names:
         near = difflib.get_close_matches(name, COLUMNS, n=1, cutoff=0.8)
         if near and name not in COLUMNS:
-            raise TableError(f"column {name!r} is unknown: did you mean {near[0]!r}?")
+            raise TableError(f"column {shown(name)} is unknown: did you mean {near[0]!r}?")
     if not 0 < len(frame) <= MAX_ROWS:
         raise TableError(f"the convergence frame has {len(frame)} rows; give 1 to {MAX_ROWS}")
     columns = [name for name in COLUMNS if name in names]
