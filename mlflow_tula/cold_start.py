@@ -22,7 +22,7 @@ from mlflow_tula.errors import InvalidInputError, TulaWarning
 from mlflow_tula.fit import fit
 from mlflow_tula.model_features import ModelFeatures
 from mlflow_tula.predictors.bundle import ColdStart, FitReport, PredictorBundle, Probed
-from mlflow_tula.predictors.cross_model import CrossModelPredictor
+from mlflow_tula.predictors.cross_model import TRIAL_SD, CrossModelPredictor
 from mlflow_tula.predictors.memory import probe_of
 from mlflow_tula.specs import Spec, Workload
 from mlflow_tula.table import LinkMeasurement, Measurement, ProfileTable
@@ -98,8 +98,8 @@ def cold_bundle(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TulaWarning)
         bundle = fit(table)
-    deviation = float(np.sqrt(np.mean(np.diag(covariance))))
-    return _as_foreseen(bundle, known, own, sizes, deviation, memory_sd)
+    deviations = [float(value) for value in np.sqrt(np.diag(covariance))]
+    return _as_foreseen(bundle, known, own, sizes, deviations, memory_sd)
 
 
 def _as_foreseen(
@@ -107,11 +107,19 @@ def _as_foreseen(
     known: CrossModelPredictor,
     own: Sequence[Measurement],
     sizes: Sequence[int],
-    deviation: float,
+    deviations: Sequence[float],
     memory_sd: float,
 ) -> PredictorBundle:
     """The bundle with the intervals and words of a foreseen curve, not of a measured one."""
-    spread = {**bundle.step_time.params["spread"], "noise_sd": deviation, "scale": 1.0}
+    spread = {
+        **bundle.step_time.params["spread"],
+        "noise_sd": TRIAL_SD,
+        "scale": 1.0,
+        "foreseen": {
+            "log2_sizes": [float(np.log2(size)) for size in sizes],
+            "deviations": list(deviations),
+        },
+    }
     cold = ColdStart(
         source="cross_model", models=known.models, local_batch_sizes=tuple(int(s) for s in sizes)
     )

@@ -235,7 +235,15 @@ _STEP_TIME = fields(
                 **dict.fromkeys(_SPREADS, _SPREAD),
                 "scale": number(1e-3, 100.0),
                 "degrees": number(1.0, 1e6),
-            }
+            },
+            {
+                "foreseen": fields(
+                    {
+                        "log2_sizes": items(number(0.0, 64.0), least=1, most=64),
+                        "deviations": items(_SPREAD, least=1, most=64),
+                    }
+                )
+            },
         ),
         "optimizer_s": _SECONDS,
         "data": maybe(fields({"offset_s": _SECONDS, "slope_s": _SECONDS})),

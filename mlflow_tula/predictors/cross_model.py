@@ -19,12 +19,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from mlflow_tula.documents import check_document
 from mlflow_tula.errors import InvalidInputError, SchemaError
 from mlflow_tula.model_features import ModelFeatures
 from mlflow_tula.predictors import cross_model_formulas as formulas
 from mlflow_tula.predictors.formulas import student_quantile
 from mlflow_tula.specs import HardwareSpec
-from mlflow_tula.table import Measurement, ProfileTable, check_document
+from mlflow_tula.table import Measurement, ProfileTable
 
 Array = NDArray[np.float64]
 
@@ -112,11 +113,14 @@ class CrossModelPredictor:
     digests: tuple[str, ...] = field(default=())
 
     @classmethod
-    def fit(cls, known: Sequence[tuple[ModelFeatures, ProfileTable]]) -> Self:
+    def fit(
+        cls, known: Sequence[tuple[ModelFeatures, ProfileTable]], *, left_out: bool = True
+    ) -> Self:
         """Fit the tables of several models on one hardware.
 
         Args:
             known: counted features and measurements, one pair a workload.
+            left_out: leave each model out in turn, for the errors and intervals.
 
         Raises:
             InvalidInputError: fewer than three models with rows of one rank, or several hardwares.
@@ -131,8 +135,8 @@ class CrossModelPredictor:
         hardware = known[0][1].hardware
         if any(table.hardware.fingerprint != hardware.fingerprint for _, table in known):
             raise InvalidInputError("the tables come from different hardware: fit one at a time")
-        step = _fit_step_time(models)
-        memory = _fit_memory(models)
+        step = _fit_step_time(models, left_out)
+        memory = _fit_memory(models, left_out)
         return cls(
             hardware=hardware,
             params={
@@ -230,7 +234,7 @@ def _prior() -> tuple[Array, Array]:
     return np.log([median for median, _ in pairs]), np.array([sd for _, sd in pairs])
 
 
-def _fit_step_time(models: Sequence[KnownModel]) -> _Fitted:
+def _fit_step_time(models: Sequence[KnownModel], left_out: bool) -> _Fitted:
     """Rates, their covariance, and the spread of models that were left out."""
     from scipy.optimize import least_squares
 
@@ -266,7 +270,8 @@ def _fit_step_time(models: Sequence[KnownModel]) -> _Fitted:
             return np.concatenate([*rows, np.diag(1.0 / deviation)])
 
         found = least_squares(residuals, middle, slopes)
-        return found.x, np.linalg.inv(found.jac.T @ found.jac)
+        jacobian = np.asarray(found.jac, float)
+        return np.asarray(found.x, float), np.linalg.inv(jacobian.T @ jacobian)
 
     theta, covariance = solve(range(len(models)))
     spread = {
@@ -279,7 +284,7 @@ def _fit_step_time(models: Sequence[KnownModel]) -> _Fitted:
     }
     params = {"log_theta": theta.tolist(), "covariance": covariance.tolist(), "spread": spread}
     distinct = sorted(set(names))
-    if len(distinct) <= LEAST_MODELS:
+    if len(distinct) <= LEAST_MODELS or not left_out:
         return _Fitted(params=params, error=None)
     errors, scores = [], []
     left = []
@@ -336,14 +341,14 @@ def _own_spread(left: Sequence[tuple[Array, Array]]) -> dict[str, float]:
     }
 
 
-def _fit_memory(models: Sequence[KnownModel]) -> _Fitted:
+def _fit_memory(models: Sequence[KnownModel], left_out: bool) -> _Fitted:
     """Coefficients on (one, counted, counted less static) for allocated and peak bytes."""
     names = sorted({model.name for model in models})
     coefficients: dict[str, Any] = {}
     errors: dict[str, list[float]] = {"allocated": [], "peaks": []}
     for target in ("allocated", "peaks"):
         coefficients[target] = _memory_line(models, target)
-        for name in names if len(names) > LEAST_MODELS else ():
+        for name in names if left_out and len(names) > LEAST_MODELS else ():
             rest = [model for model in models if model.name != name]
             line = np.array(_memory_line(rest, target))
             for model in (model for model in models if model.name == name):

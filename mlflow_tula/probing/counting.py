@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from mlflow_tula.errors import InvalidInputError, TulaError
 from mlflow_tula.launch.group import rank_environment
@@ -100,7 +101,7 @@ def main() -> None:
     job = Job.from_dict(task["job"])
     try:
         data = load_datasets(job, whole=bool(task["whole"]))
-        answer = {
+        answer: dict[str, Any] = {
             "workload": describe(job, data).to_dict(),
             "features": extract(job, datasets=data).to_dict(),
         }
