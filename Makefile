@@ -61,6 +61,12 @@ accuracy: $(READY)  ## DATA=folder [ADAPTDL=python]: docs/accuracy.md from publi
 	sed -n '/^| claim/,/^$$/p' build/accuracy.md > build/errors.md
 	$(BIN)/python docs/sections.py README.md errors=build/errors.md
 
+distributed: $(READY)  ## root: two hosts over slow links on this machine, into docs/distributed.md
+	mkdir -p build
+	$(BIN)/python benchmarks/distributed.py measure
+	$(BIN)/python benchmarks/distributed.py report --markdown build/distributed.md
+	$(BIN)/python docs/sections.py docs/distributed.md figures=build/distributed.md
+
 readme: $(READY)  ## the README's run and figure, from a real run in build/run
 	rm -rf build/run && mkdir -p build/run
 	cd build/run && MLFLOW_TRACKING_URI=sqlite:///mlflow.db $(abspath $(BIN))/tula main --model vgg11 \
