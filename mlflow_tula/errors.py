@@ -15,7 +15,8 @@
     TulaWarning (UserWarning)
     ├── ExtrapolationWarning                asked beyond what was measured
     ├── TooFewProbesWarning                 a form could not be identified
-    └── MayNotReachTargetWarning            some sizes never reached the target
+    ├── MayNotReachTargetWarning            some sizes never reached the target
+    └── SlowRankWarning                     one rank holds the others up
 
 A message states the rule, the value and the way out, in one line.
 """
@@ -130,3 +131,7 @@ class TooFewProbesWarning(TulaWarning):
 
 class MayNotReachTargetWarning(TulaWarning):
     """Some runs at such a batch size never reached the target."""
+
+
+class SlowRankWarning(TulaWarning):
+    """One rank's steps take clearly longer than the others', who wait for it in every step."""

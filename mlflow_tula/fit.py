@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import statistics
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mlflow_tula.errors import InvalidInputError, TableError, TooFewProbesWarning
+from mlflow_tula.errors import (
+    InvalidInputError,
+    SlowRankWarning,
+    TableError,
+    TooFewProbesWarning,
+)
 from mlflow_tula.predictors import memory as memory_predictor
 from mlflow_tula.predictors import step_time as step_time_predictor
 from mlflow_tula.predictors.bundle import FitReport, PredictorBundle, Probed
 from mlflow_tula.predictors.convergence import ConvergencePredictor
-from mlflow_tula.table import ProfileTable
+from mlflow_tula.table import SLOW_RATIO, Measurement, ProfileTable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,6 +54,10 @@ def fit(
         found += convergence.warnings
     for text in step_time.warnings:
         warnings.warn(text, TooFewProbesWarning, stacklevel=2)
+    slow = _slow_ranks(rows)
+    found += slow
+    for text in slow:
+        warnings.warn(text, SlowRankWarning, stacklevel=2)
     report = FitReport(
         step_time_form=step_time.form,
         memory_form=memory.form,
@@ -73,6 +84,25 @@ def fit(
         report=report,
         table_digest=table.digest,
     )
+
+
+def _slow_ranks(rows: Sequence[Measurement]) -> list[str]:
+    """A line for each layout in which one rank was slow in most rows; step times are its own."""
+    layouts: dict[tuple[int, int], list[Measurement]] = {}
+    for row in rows:
+        if row.slowest_rank_ratio is not None:
+            layouts.setdefault((row.nodes, row.devices_per_node), []).append(row)
+    found = []
+    for (nodes, devices), group in layouts.items():
+        ratio = statistics.median(row.slowest_rank_ratio or 0.0 for row in group)
+        slow = [row for row in group if (row.slowest_rank_ratio or 0.0) >= SLOW_RATIO]
+        names = {row.slowest_rank for row in slow}
+        if 2 * len(slow) > len(group) and len(names) == 1:
+            found.append(
+                f"rank {names.pop()} of {nodes * devices} takes {ratio:.1f} times the median of "
+                "the others: predictions follow the slowest rank"
+            )
+    return found
 
 
 def _nothing_ran(table: ProfileTable) -> str:

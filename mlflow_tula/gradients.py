@@ -48,12 +48,15 @@ def next_variability(
 def gradient_norm(parameters: Iterable[Tensor], *, scale: float = 1.0) -> float:
     """Euclidean norm over the gradients of all parameters, divided by a loss scale.
 
-    Parameters without a gradient count as zero; no gradient at all is a norm of zero.
+    Parameters without a gradient count as zero; no gradient at all is a norm of zero. Of gradients
+    that are sharded among ranks it is the norm of the whole: every rank calls it.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return 0.0
-    return float(torch.nn.utils.get_total_norm(gradients)) / scale
+    norm = torch.nn.utils.get_total_norm(gradients)
+    whole = getattr(norm, "full_tensor", None)
+    return float(norm if whole is None else whole()) / scale
 
 
 def gradient_variability(

@@ -108,6 +108,20 @@ def check_choice(name: str, value: object, choices: object) -> None:
         raise UnknownNameError(name, value if isinstance(value, str) else shown(value), known)
 
 
+def check_strategy(value: object) -> None:
+    """Raise UnknownNameError unless `value` is a strategy; DeepSpeed's users are told of FSDP."""
+    name = value.lower() if isinstance(value, str) else ""
+    if name.startswith(("deepspeed", "zero")):
+        raise UnknownNameError(
+            "strategy",
+            name,
+            get_args(Strategy),
+            hint="(DeepSpeed is not supported: --strategy fsdp shards parameters, gradients and "
+            "optimizer state as its ZeRO-3 does, with torch alone)",
+        )
+    check_choice("strategy", value, Strategy)
+
+
 def slugify(text: str) -> str:
     """Lower-case letters, digits, `-` and `_` only: safe in MLflow names, file names and tags."""
     text = re.sub(r"\((r|tm|c)\)", "", text.lower())
@@ -267,7 +281,7 @@ class Workload(Spec):
         check_name("dataset", self.dataset)
         self._take_int("dataset_size")
         check_choice("precision", self.precision, Precision)
-        check_choice("strategy", self.strategy, Strategy)
+        check_strategy(self.strategy)
         check_name("optimizer", self.optimizer)
         check_text("variant", self.variant)
         check_flag("drop_last", self.drop_last)

@@ -26,6 +26,7 @@ import math
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,7 @@ from filelock import FileLock, Timeout
 
 from mlflow_tula import errors
 from mlflow_tula.documents import check_document
-from mlflow_tula.errors import InvalidInputError, StoreError, TrainingError
+from mlflow_tula.errors import InvalidInputError, SlowRankWarning, StoreError, TrainingError
 from mlflow_tula.files import read_json, write_json
 from mlflow_tula.hardware import detect
 from mlflow_tula.launch import RankFailedError, RankGroup
@@ -186,10 +187,10 @@ def _decision(path: Path) -> dict[str, Any]:
 
 def _device_type(job: Job, plan: BatchPlan) -> DeviceType:
     """The device to train on, or an error where this machine does not have what is asked."""
-    if job.strategy != "ddp":
+    if job.strategy == "fsdp" and plan.balance:
         raise InvalidInputError(
-            f"strategy must be 'ddp' for training, not {job.strategy!r}: the others can be "
-            "described and predicted, and not yet trained"
+            "uneven batches of FSDP cannot be found automatically, since its ranks wait for each "
+            "other within a pass: give one local batch size a rank, or take ddp"
         )
     hardware = detect()
     if plan.devices_per_node > hardware.devices_per_node:
@@ -261,6 +262,8 @@ def _run_on(
     while True:
         try:
             result = _run(start(request), request, told)
+            for text in result.warnings:
+                warnings.warn(text, SlowRankWarning, stacklevel=3)
             return dataclasses.replace(
                 result, restarts=restarts.num, warnings=(*notes, *result.warnings)
             )

@@ -220,3 +220,23 @@ def training_steps(
         device=torch.device("cpu"),
         clock=clock or HostClock(),
     )
+
+
+class SlowRank(nn.Module):
+    """Takes 1 ms a sample, and twice as much on the last of several ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.last = world > 1 and int(os.environ.get("RANK", "0")) == world - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(0.001 * len(x) * (2 if self.last else 1))
+        output: Tensor = self.inner(x)
+        return output
+
+
+def slow_last_rank() -> nn.Module:
+    return SlowRank()

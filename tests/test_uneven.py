@@ -1,17 +1,23 @@
 """Uneven local batches: one gradient however a batch is cut, and slow ranks named and relieved."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlflow_tula.errors import InvalidInputError
+from mlflow_tula.errors import InvalidInputError, SlowRankWarning
+from mlflow_tula.fit import fit
+from mlflow_tula.hardware import detect
 from mlflow_tula.launch import RankGroup
-from mlflow_tula.launch.slow import SLOW_RATIO, slowest_rank
+from mlflow_tula.launch.slow import slowest_rank
+from mlflow_tula.profiler import ProbeSettings, profile
+from mlflow_tula.table import SLOW_RATIO
 from mlflow_tula.training.balance import DEADBAND, Balancer, equalised
 from mlflow_tula.training.facts import (
     REQUEST_NAME,
@@ -23,6 +29,10 @@ from mlflow_tula.training.facts import (
 )
 from mlflow_tula.training.sharding import ShardedBatches, epoch_order, shared_out
 from mlflow_tula.workloads.job import Job
+
+TWO_RANKS = pytest.mark.skipif(
+    detect("cpu").devices_per_node < 2, reason="two ranks need two cores"
+)
 
 # ---------------------------------------------------------------- plans and shares
 
@@ -230,3 +240,31 @@ def test_a_slow_rank_is_named_and_gets_fewer_samples(tmp_path: Path) -> None:
     )
     assert resumed.resumed_from_step == 30
     assert tuple(again["plan"]["rank_batch_sizes"]) == (fast, slow), "the split is kept"
+
+
+@pytest.mark.slow
+@TWO_RANKS
+def test_a_profile_names_the_slow_rank_and_predictions_follow_it() -> None:
+    """1 ms a sample on rank 0, 2 ms on rank 1: two ranks take twice as long as one."""
+    table = profile(
+        "probe_parts:slow_last_rank",
+        "probe_parts:blobs",
+        batch_sizes=[8, 16, 32, 64],
+        world_sizes=[1, 2],
+        settings=ProbeSettings(max_steps=8, time_limit_s=1.0),
+    )
+    pairs = [row for row in table.ok if row.world_size == 2]
+    assert len(pairs) == 4
+    for row in pairs:
+        assert row.slowest_rank == 1
+        assert 1.5 < (row.slowest_rank_ratio or 0.0) < 2.5
+        assert row.reason.startswith("rank 1 on host ")
+    assert all(row.slowest_rank is None for row in table.ok if row.world_size == 1)
+    left_out = next(row for row in pairs if row.local_batch_size == 32)
+    rest = [row for row in table.measurements if row is not left_out]
+    with pytest.warns(SlowRankWarning, match=r"rank 1 of 2 takes \d\.\d times the median"):
+        bundle = fit(dataclasses.replace(table, measurements=tuple(rest)))
+    frame = pd.DataFrame({"local_batch_size": [32], "devices_per_node": [2]})
+    predicted = float(bundle.predict(frame)["step_time_s"].iloc[0])
+    assert predicted == pytest.approx(left_out.step_time_s, rel=0.15)
+    assert any("follow the slowest rank" in text for text in bundle.report.warnings)

@@ -85,7 +85,7 @@ class TrainProgress(_Bar):
                 f"{row.test_accuracy:.1%}, {seconds(row.step_time_s)} a step, "
                 f"{num_bytes(row.peak_memory_bytes)}"
             )
-        elif event.kind == "started":
+        elif event.kind in ("started", "warning"):
             self.say(event.message)
 
 

@@ -32,6 +32,8 @@ import psutil
 import torch
 from torch import nn
 
+from mlflow_tula.workloads.parallel import is_sharded, local_bytes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReading:
@@ -155,15 +157,16 @@ def meter_for(device: torch.device) -> MemoryMeter:
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, *, world_size: int) -> int:
     """Bytes that live through a step: parameters, buffers, gradients, optimizer state, buckets.
 
-    DDP keeps a copy of all gradients in its buckets when there is more than one rank.
+    DDP keeps a copy of all gradients in its buckets when there is more than one rank; of what FSDP
+    shards a rank holds its part.
     """
     parameters = list(model.parameters())
-    total = sum(p.nbytes for p in parameters) + sum(b.nbytes for b in model.buffers())
-    total += sum(p.grad.nbytes for p in parameters if p.grad is not None)
-    if world_size > 1:
+    total = sum(local_bytes(p) for p in parameters) + sum(b.nbytes for b in model.buffers())
+    total += sum(local_bytes(p.grad) for p in parameters if p.grad is not None)
+    if world_size > 1 and not is_sharded(model):
         total += sum(p.nbytes for p in parameters if p.requires_grad)
     return total + sum(
-        value.nbytes
+        local_bytes(value)
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
