@@ -24,6 +24,7 @@ from mlflow_tula.model_features import ModelFeatures
 from mlflow_tula.predictors.bundle import ColdStart, FitReport, PredictorBundle, Probed
 from mlflow_tula.predictors.cross_model import TRIAL_SD, CrossModelPredictor
 from mlflow_tula.predictors.memory import probe_of
+from mlflow_tula.predictors.transfer import Transfer, transferred_log_times
 from mlflow_tula.specs import Spec, Workload
 from mlflow_tula.table import LinkMeasurement, Measurement, ProfileTable
 
@@ -45,6 +46,15 @@ class ProbePlan(Spec):
     relative_interval: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elsewhere:
+    """A workload's own table on other hardware, what other models say there, what travels."""
+
+    table: ProfileTable
+    known: CrossModelPredictor
+    how: Transfer
+
+
 def answered_sizes(known: CrossModelPredictor, workload: Workload) -> list[int]:
     """Powers of two from 8 (or the dataset) to four times the largest size learnt from."""
     largest = min(int(BEYOND * known.params["largest_local_batch_size"]), workload.dataset_size)
@@ -59,6 +69,7 @@ def cold_bundle(
     *,
     probes: ProfileTable | None = None,
     links: Sequence[LinkMeasurement] = (),
+    elsewhere: Elsewhere | None = None,
 ) -> PredictorBundle:
     """The predictors of a workload that was not profiled on `known.hardware`.
 
@@ -68,6 +79,7 @@ def cold_bundle(
         workload: what is to be trained.
         probes: measurements of the workload itself since, if there are any.
         links: all-reduce times of the hardware, if there are any.
+        elsewhere: the workload's own table on other hardware, if there is one and no probe here.
 
     Raises:
         InvalidInputError: the kernels could not be counted.
@@ -81,7 +93,13 @@ def cold_bundle(
     own = () if probes is None else probes.measurements
     sizes = sorted({*sizes, *(row.local_batch_size for row in own if row.status == "ok")})
     batch = np.array(sizes, float)
-    mean, covariance = known.log_step_time(features, batch, probes)
+    if elsewhere is None or own:
+        elsewhere = None
+        mean, covariance = known.log_step_time(features, batch, probes)
+    else:
+        mean, covariance = transferred_log_times(
+            elsewhere.how, known, elsewhere.known, features, elsewhere.table, batch
+        )
     allocated, peaks, memory_sd = known.memory(features, batch, probes)
     foreseen = tuple(
         Measurement(
@@ -99,14 +117,20 @@ def cold_bundle(
         warnings.simplefilter("ignore", TulaWarning)
         bundle = fit(table)
     deviations = [float(value) for value in np.sqrt(np.diag(covariance))]
-    return _as_foreseen(bundle, known, own, sizes, deviations, memory_sd)
+    cold = ColdStart(
+        source="cross_model" if elsewhere is None else "transferred",
+        models=known.models if elsewhere is None else elsewhere.how.models,
+        local_batch_sizes=tuple(int(size) for size in sizes),
+        other_hardware="" if elsewhere is None else elsewhere.table.hardware.slug,
+    )
+    return _as_foreseen(bundle, known, own, cold, deviations, memory_sd)
 
 
 def _as_foreseen(
     bundle: PredictorBundle,
     known: CrossModelPredictor,
     own: Sequence[Measurement],
-    sizes: Sequence[int],
+    cold: ColdStart,
     deviations: Sequence[float],
     memory_sd: float,
 ) -> PredictorBundle:
@@ -116,13 +140,10 @@ def _as_foreseen(
         "noise_sd": TRIAL_SD,
         "scale": 1.0,
         "foreseen": {
-            "log2_sizes": [float(np.log2(size)) for size in sizes],
+            "log2_sizes": [float(np.log2(size)) for size in cold.local_batch_sizes],
             "deviations": list(deviations),
         },
     }
-    cold = ColdStart(
-        source="cross_model", models=known.models, local_batch_sizes=tuple(int(s) for s in sizes)
-    )
     ran = tuple(row for row in own if row.status == "ok")
     measured = f", and {len(ran)} own probe{'s' * (len(ran) > 1)}" if ran else ""
     words = str(cold) + measured
@@ -132,7 +153,7 @@ def _as_foreseen(
             memory,
             probes=tuple(probe_of(row) for row in own),
             relative_sd=memory_sd,
-            counted_batch_size=float(max(sizes)),
+            counted_batch_size=float(max(cold.local_batch_sizes)),
             form="counted bytes, calibrated on other models",
             leave_one_out_mape=known.memory_error,
             warnings=(),

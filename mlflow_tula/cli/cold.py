@@ -65,7 +65,7 @@ def cold_answer(
         InvalidInputError: the job itself is wrong, or its kernels cannot be counted.
     """
     from mlflow_tula import registry
-    from mlflow_tula.cold_start import cold_bundle
+    from mlflow_tula.cold_start import Elsewhere, cold_bundle
     from mlflow_tula.probing.counting import Counting
 
     try:
@@ -82,7 +82,11 @@ def cold_answer(
         raise InvalidInputError(counting.refusal)
     if features is None or counting.workload is None:
         return None
-    bundle = cold_bundle(known, features, counting.workload, links=links)
+    found = registry.known_elsewhere(job.workload_slug, hardware)
+    elsewhere = None
+    if found is not None:
+        elsewhere = Elsewhere(table=found[0], known=found[1], how=found[2])
+    bundle = cold_bundle(known, features, counting.workload, links=links, elsewhere=elsewhere)
     name = registry.cross_model_name(hardware)
     return ColdAnswer(
         bundle=bundle,

@@ -13,7 +13,7 @@ import click
 from mlflow_tula.cli import options
 from mlflow_tula.cli.options import option
 from mlflow_tula.cli.render import note, print_json, print_measurements, print_report
-from mlflow_tula.cli.types import OpenText
+from mlflow_tula.cli.types import OpenText, switch
 from mlflow_tula.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ convergence_option = option(
     "Fit to logged runs instead: a search filter of MLflow, or all; --model, --dataset and "
     "--dataset-size then rename what they say.",
 )
+@switch(
+    "--cross-model",
+    default=False,
+    text="Fit tula.anymodel.<this hardware> anew to all that is registered here, and register it.",
+)
 @convergence_option
 @options.output_option
 @options.device_option
@@ -66,6 +71,9 @@ def command(context: click.Context, /, as_json: bool, **values: Any) -> None:
     """
     from mlflow_tula.cli.flow import BUNDLE_FILE, TABLE_FILE, file_of, fit_table, read_table
 
+    if values["cross_model"]:
+        _fit_cross_model(as_json, values)
+        return
     if values["runs"] is not None:
         _fit_runs(context, as_json, values)
         return
@@ -78,6 +86,41 @@ def command(context: click.Context, /, as_json: bool, **values: Any) -> None:
         return
     print_report(bundle.report)
     note(f"written: {written}; next: {options.command_line('register', job)}")
+
+
+def _fit_cross_model(as_json: bool, values: dict[str, Any]) -> None:
+    """The predictor for models that never ran here, from those that did."""
+    if values["table"] is not None or values["runs"] is not None:
+        raise InvalidInputError("--cross-model takes what is registered: leave --table, --runs out")
+    options.use_store(values, write=True)
+    from mlflow_tula import registry
+    from mlflow_tula.predictors.cross_model import LEAST_MODELS
+
+    hardware = options.detect_hardware(values["device"])
+    version = registry.refit(hardware, experiment=values["experiment"])
+    if version is None:
+        raise InvalidInputError(
+            f"a cross-model predictor needs {LEAST_MODELS} models registered on {hardware.slug} "
+            "with counted kernels: profile more with `tula main --model NAME`"
+        )
+    known, version = registry.load_cross_model(hardware)
+    document = {
+        "name": registry.cross_model_name(hardware),
+        "version": version,
+        "models": list(known.models),
+        "left_out_step_time_error": known.step_time_error,
+        "left_out_memory_error": known.memory_error,
+        "left_out_coverage": known.coverage,
+    }
+    if as_json:
+        print_json(document)
+        return
+    click.echo(f"{document['name']} version {version}, from {', '.join(known.models)}")
+    for key in ("left_out_step_time_error", "left_out_memory_error", "left_out_coverage"):
+        value = getattr(known, key.removeprefix("left_out_"))
+        if value is not None:
+            click.echo(f"{key.removeprefix('left_out_').replace('_', ' ')}: {value:.1%} (left out)")
+    note("next: tula recommend --model NAME, of a model that never ran here")
 
 
 def _fit_runs(context: click.Context, as_json: bool, values: dict[str, Any]) -> None:

@@ -1,6 +1,11 @@
 """Bundle <-> registered model version: register, load, find, resolve, promote."""
 
-from mlflow_tula.registry.cross_model import cross_model_name, load_cross_model, refit
+from mlflow_tula.registry.cross_model import (
+    cross_model_name,
+    known_elsewhere,
+    load_cross_model,
+    refit,
+)
 from mlflow_tula.registry.finding import (
     CHAMPION,
     RegisteredPredictor,
@@ -24,6 +29,7 @@ __all__ = [
     "default_recommendation",
     "find",
     "for_hardware",
+    "known_elsewhere",
     "load",
     "load_cross_model",
     "load_links",

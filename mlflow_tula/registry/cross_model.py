@@ -26,6 +26,7 @@ from mlflow_tula.errors import DanglingAliasError, InvalidInputError, NotRegiste
 from mlflow_tula.model_features import ModelFeatures
 from mlflow_tula.predictors import cross_model_formulas
 from mlflow_tula.predictors.cross_model import LEAST_MODELS, CrossModelPredictor
+from mlflow_tula.predictors.transfer import Transfer
 from mlflow_tula.registry.finding import CHAMPION, find, load_table, read_document
 from mlflow_tula.registry.lookup import find_version
 from mlflow_tula.registry.model_files import pip_requirements
@@ -74,6 +75,32 @@ def known_tables(hardware: HardwareSpec | str) -> list[ProfileTable]:
         if table.features is not None and table.features.operations:
             tables.append(table)
     return tables
+
+
+def known_elsewhere(
+    workload_slug: str, hardware: HardwareSpec | str
+) -> tuple[ProfileTable, CrossModelPredictor, Transfer] | None:
+    """The workload's table on other hardware, that hardware's predictor, and what travels here.
+
+    Of several, the one with the smallest error; None where none shares two models with this one.
+    """
+    slug = hardware if isinstance(hardware, str) else hardware.slug
+    here = [(_features(one), one) for one in known_tables(slug)]
+    best: tuple[ProfileTable, CrossModelPredictor, Transfer] | None = None
+    for one in find(workload_slug):
+        if one.hardware_slug == slug:
+            continue
+        try:
+            table = load_table(one.name, version=one.version)
+            known, _ = load_cross_model(one.hardware_slug)
+            there = [(_features(other), other) for other in known_tables(one.hardware_slug)]
+            how = Transfer.fit(here, there)
+        except TulaError as error:
+            _logger.info("nothing travels from %s: %s", one.hardware_slug, error)
+            continue
+        if table.features is not None and (best is None or how.deviation < best[2].deviation):
+            best = table, known, how
+    return best
 
 
 def refit(hardware: HardwareSpec | str, *, experiment: str | None = None) -> int | None:
