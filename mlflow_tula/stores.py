@@ -1,8 +1,9 @@
 """MLflow stores: does it answer, is it initialised, what went wrong, in one line without secrets.
 
 `check_store()` is called before any work, so that a dead server or an old ./mlruns costs seconds
-and not a sweep. A sqlite store is made once, under a file lock: MLflow's own first creation races
-(of 8 processes 7 can fail), and afterwards several writers lose nothing.
+and not a sweep. A sqlite store is made beside its place and linked into it: MLflow's own first
+creation races (of 8 processes 7 can fail), and one that is killed leaves a file that nothing opens
+again. Afterwards several writers lose nothing. On PostgreSQL an advisory lock does the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import socket
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -41,6 +43,8 @@ _QUIET = {
 }
 _CONNECT_TIMEOUT_S = 4.0
 _INITIALISE_TIMEOUT_S = 120.0
+_ABANDONED_S = 600.0
+_LOCK_NUMBER = 7_468_411
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _WAY_OUT = "set MLFLOW_TRACKING_URI to a store that works, such as sqlite:///mlflow.db"
 
@@ -125,11 +129,14 @@ def check_store(*, write: bool = True) -> str:
         The tracking URI, masked, for people.
     """
     tracking = mlflow.get_tracking_uri()
-    for uri in dict.fromkeys([tracking, mlflow.get_registry_uri()]):
-        _check_address(uri, write=write)
+    addresses = dict.fromkeys([tracking, mlflow.get_registry_uri()])
+    for uri in addresses:
+        _check_address(uri)
     if write or store_exists():
         action = f"open the store {masked(tracking)}"
         with _lock(tracking), store_errors(action), quiet_mlflow():
+            for path in filter(None, map(sqlite_path, addresses)):
+                _check_sqlite(path, write=write)
             client = MlflowClient()
             # The registry first: it makes all tables under MLflow's own lock.
             client.search_registered_models(max_results=1)
@@ -152,15 +159,11 @@ def sqlite_path(uri: str) -> Path | None:
     return None if name in {"", ":memory:"} else Path(name).absolute()
 
 
-def _check_address(uri: str, *, write: bool) -> None:
+def _check_address(uri: str) -> None:
     """Raise StoreError for a store that cannot work, without MLflow's minutes of retries."""
     scheme = urlsplit(uri).scheme.split("+")[0]
     if scheme in {"", "file"}:
         _check_file_store(uri)
-    elif scheme == "sqlite":
-        path = sqlite_path(uri)
-        if path is not None:
-            _check_sqlite(path, write=write)
     elif scheme in {"http", "https"}:
         # MLflow's default of 7 retries with growing pauses is minutes on a dead server, and so is
         # its two minutes' patience with one that hangs.
@@ -179,7 +182,7 @@ def _check_file_store(uri: str) -> None:
     folder = Path(unquote(urlsplit(uri).path) or "mlruns")
     if not folder.is_dir():
         raise StoreError(
-            f"the tracking URI {masked(uri)!r} names a folder{_absence(folder)}, and MLflow "
+            f"the tracking URI {masked(uri)!r} is no folder that exists, and MLflow "
             f"{mlflow.__version__} keeps no store in a folder: give "
             f"sqlite:///{folder.absolute() / 'mlflow.db'}, or a server as http://host:port"
         )
@@ -191,18 +194,14 @@ def _check_file_store(uri: str) -> None:
     )
 
 
-def _absence(path: Path) -> str:
-    return " that is a file" if path.exists() else " that does not exist"
-
-
 def _check_sqlite(path: Path, *, write: bool) -> None:
     """Open the file, and take its write lock for a moment where it is to be written."""
     if not write and not path.exists():
         return
     try:
         if write:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        mode = "rwc" if write else "ro"
+            _make_sqlite(path)
+        mode = "rw" if write else "ro"
         target = f"{path.as_uri()}?mode={mode}"
         with closing(sqlite3.connect(target, uri=True, timeout=20.0)) as database:
             database.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -216,6 +215,40 @@ def _check_sqlite(path: Path, *, write: bool) -> None:
             f"the MLflow store {path} cannot be {verb}: {_first_line(error)}; use a folder that "
             "can be, or set MLFLOW_TRACKING_URI to another store"
         ) from error
+
+
+def _make_sqlite(path: Path) -> None:
+    """Make the store with all its tables unless it is there; whoever is first has made it.
+
+    A kill in the middle leaves a file under another name, and processes on one folder need not
+    share a temporary folder for a lock.
+    """
+    if path.exists() and path.stat().st_size > 0:
+        return
+    from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{path.name}.*.new*"):
+        if time.time() - left.stat().st_mtime > _ABANDONED_S:
+            left.unlink(missing_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with store_errors(f"make the store {path}"), quiet_mlflow():
+            made = SqlAlchemyStore(f"sqlite:///{scratch}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+            made.engine.dispose()
+        if path.exists() and path.stat().st_size == 0:
+            scratch.replace(path)  # somebody has touched it
+            return
+        try:
+            path.hardlink_to(scratch)
+        except FileExistsError:
+            return
+        except OSError:  # no links on this file system
+            scratch.rename(path)
+    finally:
+        for left in path.parent.glob(f"{scratch.name}*"):
+            left.unlink(missing_ok=True)
 
 
 def _check_server(uri: str) -> None:
@@ -289,13 +322,14 @@ def _check_port(uri: str, default_port: int) -> None:
 
 @contextmanager
 def _lock(uri: str) -> Iterator[None]:
-    """Hold the lock under which a sqlite store is made; nothing for servers.
+    """Hold the lock under which a store is made; nothing for servers.
 
-    It lies in the temporary folder, a user's own, so that no stray file is left beside the store.
+    Of a sqlite store it lies in the temporary folder: no stray file is left beside the store.
     """
     path = sqlite_path(uri)
     if path is None:
-        yield
+        with _database_lock(uri):
+            yield
         return
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     user = os.getuid() if hasattr(os, "getuid") else "user"
@@ -311,6 +345,26 @@ def _lock(uri: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def _database_lock(uri: str) -> Iterator[None]:
+    """Hold PostgreSQL's own lock, the same for every machine; nothing for other databases."""
+    if urlsplit(uri).scheme.split("+")[0] != "postgresql":
+        yield
+        return
+    import sqlalchemy
+    from sqlalchemy.pool import NullPool
+
+    with store_errors(f"open the store {masked(uri)}"):
+        connection = sqlalchemy.create_engine(uri, poolclass=NullPool).connect()
+    with connection:
+        with store_errors(f"lock the store {masked(uri)}"):
+            connection.execute(sqlalchemy.text(f"SELECT pg_advisory_lock({_LOCK_NUMBER})"))
+        try:
+            yield
+        finally:
+            connection.execute(sqlalchemy.text(f"SELECT pg_advisory_unlock({_LOCK_NUMBER})"))
 
 
 def ensure_experiment(name: str = DEFAULT_EXPERIMENT) -> str:

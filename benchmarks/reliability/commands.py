@@ -22,7 +22,7 @@ MODEL = ("--model", "small:make", "--dataset-size", "512")
 PROBES = ("--batch-sizes", "8,16,32,64,128", "--max-steps", "10")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "main": ("main", *MODEL, *PROBES, "--world-sizes", "1"),
-    "profile": ("profile", *MODEL, *PROBES, "--world-sizes", "1,2"),
+    "profile": ("profile", *MODEL, *PROBES, "--world-sizes", "2"),
     "train": ("train", *MODEL, "--batch-size", "32", "--devices", "2", "--train-epochs", "25"),
     "register": ("register", *MODEL),
 }

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from checks import Look, look, open_runs, top_runs
+from checks import Look, empty_store, look, open_runs, top_runs
 from commands import COMMANDS, Command, Ended, finished_epochs, finished_probes, run
 from facts import Outcome, Recorder
 
@@ -60,9 +60,12 @@ class Injection:
 def prepare(folder: Path) -> dict[str, float]:
     """Undisturbed runs: how long each command lives; `folder` then has what `register` needs."""
     lives = {}
+    folder.mkdir(parents=True)
+    empty_store(folder)
     for name in ("profile", "train", "main"):
         place = folder / name
-        place.mkdir(parents=True)
+        place.mkdir()
+        shutil.copy(folder / "mlflow.db", place)
         done = run(COMMANDS[name], place)
         if done.code != 0:
             raise SystemExit(f"tula {name} fails by itself: {done.err[-2000:]}")
@@ -87,6 +90,9 @@ def inject(plan: Injection, folder: Path) -> Outcome:
         shutil.copytree(Path(plan.template) / "register", place)
     else:
         place.mkdir(parents=True)
+        # MLflow takes seconds to make a store: every fifth time the kill may come in there.
+        if plan.number % 5:
+            shutil.copy(Path(plan.template) / "mlflow.db", place)
     with slot():
         faults = list(_inject(plan, place))
     if not faults:
@@ -115,8 +121,9 @@ def _inject(plan: Injection, place: Path) -> Iterator[str]:
     # Python itself may be interrupted while it imports, before there is anybody to catch it.
     if ended.has_traceback and plan.signal != signal.SIGINT:
         yield f"a traceback: {ended.err.strip()[-300:]}"
-    if plan.signal != signal.SIGKILL and ended.code > 0 and list((place / "tmp").iterdir()):
-        yield f"left in the temporary folder: {[one.name for one in (place / 'tmp').iterdir()]}"
+    left = [one.name for one in (place / "tmp").iterdir() if "inductor" not in one.name]
+    if plan.signal != signal.SIGKILL and ended.code > 0 and left:
+        yield f"left in the temporary folder: {left}"
     before = look(place)
     yield from before.faults
     yield from _kept(plan.command, ended, before)

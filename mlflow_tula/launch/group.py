@@ -130,6 +130,8 @@ class RankGroup:
         }
         self._number, self._asked = 0, 0.0
         placement = ["--nproc-per-node", str(num_ranks), "--max-restarts", "0"]
+        # Else torchrun leaves a folder of its own in the temporary one, every time.
+        placement += ["--log-dir", str(self.folder / "elastic")]
         if nodes > 1:
             host, port = master.rsplit(":", 1)
             placement += ["--nnodes", str(nodes), "--node-rank", str(node_rank)]
