@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check docs test test-slow test-all bench accuracy accuracy-generalization readme reliability clean
+.PHONY: help env fix check docs test test-slow test-all bench accuracy accuracy-generalization distributed readme reliability clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14

@@ -21,6 +21,9 @@ from mlflow_tula.cli.options import option
 
 if TYPE_CHECKING:
     from mlflow_tula.launch.cluster import Cluster
+    from mlflow_tula.specs import HardwareSpec
+    from mlflow_tula.training.facts import BatchPlan
+    from mlflow_tula.workloads.job import Job
 
 _OPTIONS = (
     option(
@@ -196,6 +199,45 @@ def launched(values: Mapping[str, Any], cluster: Cluster | None) -> dict[str, An
     if cluster.place.ranks_per_node > 1:
         found["devices"] = cluster.place.ranks_per_node
     return found
+
+
+def check_fits(
+    job: Job, plan: BatchPlan, hardware: HardwareSpec, memory_limit: float | None
+) -> None:
+    """Refuse a local batch that one rank cannot hold, before any rank is started.
+
+    What a step holds is counted without running it (seconds), so only for several ranks or a stated
+    limit; a bound from below: what passes may still run out of memory.
+
+    Raises:
+        InvalidInputError: names the batch, the bytes and the largest batch that may fit.
+    """
+    import numpy as np
+
+    from mlflow_tula.errors import InvalidInputError
+    from mlflow_tula.probing.counting import Counting
+    from mlflow_tula.probing.guards import default_memory_limit, gigabytes
+
+    if plan.world_size == 1 and memory_limit is None:
+        return
+    features = Counting(job).result()
+    if features is None or not features.peak_lines:
+        return
+    limit = int(memory_limit or default_memory_limit(hardware, plan.devices_per_node))
+    local = max(plan.sizes)
+    needed = float(features.peak_bytes(np.array([float(local)]))[0])
+    if needed <= limit:
+        return
+    fits = min(
+        (limit - fixed) / slope if slope > 0 else float("inf")
+        for fixed, slope in features.peak_lines
+    )
+    way_out = f"at most about {int(fits)} may fit" if fits >= 1 else "no batch size fits"
+    raise InvalidInputError(
+        f"a local batch of {local} does not fit one rank: a step holds {gigabytes(int(needed))}, "
+        f"the limit is {gigabytes(limit)}; {way_out}: take a smaller --batch-size or more "
+        "--accumulation-steps"
+    )
 
 
 def device_counts(values: Mapping[str, Any], cluster: Cluster | None) -> Any:

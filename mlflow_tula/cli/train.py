@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlflow_tula.cli import options
-from mlflow_tula.cli.cluster import cluster_options, joined, launched
+from mlflow_tula.cli.cluster import check_fits, cluster_options, joined, launched
 from mlflow_tula.cli.options import option
 from mlflow_tula.cli.places import check_output, make_place, work_may_fail
 from mlflow_tula.cli.render import note, print_json, seconds
@@ -140,13 +140,15 @@ def choose_plan(
     if own is not None:
         from mlflow_tula.workloads.describe import describe
 
-        return BatchPlan.of(
+        plan = BatchPlan.of(
             own,
             nodes=values["num_nodes"],
             devices_per_node=devices or 1,
             accumulation_steps=values["accumulation_steps"],
             dataset_size=describe(job).dataset_size,
         )
+        check_fits(job, plan, hardware, values["memory_limit"])
+        return plan
     saved = saved_plan(folder) if values["resume"] else None
     if saved is not None:
         note(f"resuming with the decision of the checkpoint: batch {saved.global_batch_size}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
 import socket
 import tempfile
@@ -276,7 +277,8 @@ class Cluster:
                 f"({reason}): check the address, the port and the firewall"
             ) from error
         store.set_timeout(timedelta(seconds=LOST_S))
-        return PrefixStore("tula", store)
+        # torchrun's store outlives the processes that it starts again
+        return PrefixStore(f"tula-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def _await_all(self) -> dict[int, dict[str, Any]]:
         """What every other process told, or InvalidInputError that names who is missing."""
