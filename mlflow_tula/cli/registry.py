@@ -12,6 +12,7 @@ import click
 from mlflow_tula.cli import options
 from mlflow_tula.cli.options import option
 from mlflow_tula.cli.render import print_json
+from mlflow_tula.cli.serving import recommender_command
 from mlflow_tula.cli.types import Listed, OpenText, count, switch
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ def command() -> None:
     tula registry show vgg11/digits
     tula registry rollback vgg11/digits
     """
+
+
+command.add_command(recommender_command)
 
 
 @command.command("list")

@@ -27,7 +27,7 @@ from mlflow_tula.errors import DanglingAliasError, NotRegisteredError
 from mlflow_tula.registry import CHAMPION
 from mlflow_tula.registry.lookup import find_version
 from mlflow_tula.registry.model_files import pip_requirements
-from mlflow_tula.serving.catalogue import split_name
+from mlflow_tula.serving.catalogue import Catalogue, split_name
 from mlflow_tula.serving.questions import FIELDS
 from mlflow_tula.serving.recommender import WHO
 from mlflow_tula.stores import check_store, ensure_experiment, quiet_mlflow, store_errors
@@ -61,10 +61,9 @@ _EXAMPLE = {
     "hardware": "4x-tesla-t4-1a2b3c4d",
     "objective": "min_cost",
     "epochs": 90.0,
-    "deadline_s": 21600.0,
     "usd_per_device_hour": 0.35,
-    "nodes": 4,
-    "devices_per_node": 4,
+    "nodes": 1,
+    "devices_per_node": 1,
 }
 _OUTPUTS: dict[str, DataType | Array] = {
     "name": DataType.string,
@@ -124,36 +123,33 @@ def code_digest() -> str:
 def _example(name: str | None) -> dict[str, Any]:
     """A question that shows the most used columns."""
     if name is None:
-        return _EXAMPLE
+        # One with a champion is answered; so is the example when MLflow tries it out.
+        known = [one.name for one in Catalogue().listed() if one.version is not None]
+        if not known:
+            return _EXAMPLE
+        name = known[0]
     _, workload, hardware = split_name(name)
     model, _, dataset = workload.partition(".")
     return {**_EXAMPLE, "model": model, "dataset": dataset, "hardware": hardware}
 
 
 def _register(digest: str, example: dict[str, Any]) -> int:
-    """Log the model to a run of its own, register it, and make it the champion."""
+    """Log the model, register it, and make it the champion; it belongs to no run."""
     with store_errors(f"register {RECOMMENDER}"), quiet_mlflow():
         client = MlflowClient()
-        run = client.create_run(ensure_experiment(), run_name="register recommender")
-        status = "FAILED"
-        try:
-            info = _log_model(run.info.run_id, example)
-            _create_model(client)
-            version = client.create_model_version(
-                RECOMMENDER,
-                source=info.model_uri,
-                run_id=run.info.run_id,
-                model_id=info.model_id,
-                tags={_DIGEST: digest, "tula.version": mlflow_tula.__version__},
-                description=(
-                    f"The recommender of mlflow_tula {mlflow_tula.__version__}: asks the "
-                    "registry's champions when a request comes, and holds none itself."
-                ),
-            )
-            client.set_registered_model_alias(RECOMMENDER, CHAMPION, version.version)
-            status = "FINISHED"
-        finally:
-            client.set_terminated(run.info.run_id, status=status)
+        info = _log_model(client, ensure_experiment(), example)
+        _create_model(client)
+        version = client.create_model_version(
+            RECOMMENDER,
+            source=info.model_uri,
+            model_id=info.model_id,
+            tags={_DIGEST: digest, "tula.version": mlflow_tula.__version__},
+            description=(
+                f"The recommender of mlflow_tula {mlflow_tula.__version__}: asks the registry's "
+                "champions when a request comes, and holds none itself."
+            ),
+        )
+        client.set_registered_model_alias(RECOMMENDER, CHAMPION, version.version)
     return int(version.version)
 
 
@@ -174,22 +170,22 @@ def _create_model(client: MlflowClient) -> None:
             raise
 
 
-def _log_model(run_id: str, example: dict[str, Any]) -> Any:
-    """The script with the code it needs, in the run's own experiment; nothing is pickled."""
+def _log_model(client: MlflowClient, experiment_id: str, example: dict[str, Any]) -> Any:
+    """The script with the code it needs; nothing is pickled."""
     import pandas as pd
 
-    client = MlflowClient()
-    entry = client.create_logged_model(
-        client.get_run(run_id).info.experiment_id, name=_MODEL, source_run_id=run_id
-    )
+    entry = client.create_logged_model(experiment_id, name=_MODEL)
     with tempfile.TemporaryDirectory(prefix="tula-") as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        log = logging.getLogger("mlflow.models.model")
+        level = log.level
+        # A store without predictors cannot answer the example, and that is no news.
+        log.setLevel(logging.ERROR)
         try:
             return Model.log(
                 artifact_path=None,
                 name=_MODEL,
                 flavor=mlflow.pyfunc,
-                run_id=run_id,
                 model_id=entry.model_id,
                 python_model=str(_SCRIPT),
                 code_paths=[str(copy_code(Path(scratch)))],
@@ -201,6 +197,8 @@ def _log_model(run_id: str, example: dict[str, Any]) -> Any:
         except BaseException:
             client.finalize_logged_model(entry.model_id, "FAILED")
             raise
+        finally:
+            log.setLevel(level)
 
 
 def signature() -> ModelSignature:
