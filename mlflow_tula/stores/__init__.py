@@ -28,6 +28,21 @@ from mlflow.exceptions import MlflowException
 from mlflow_tula.errors import StoreError, TulaError
 from mlflow_tula.redaction import masked
 from mlflow_tula.specs import check_name, slugify
+from mlflow_tula.stores.making import make_sqlite, making_lock, sqlite_path
+from mlflow_tula.stores.words import first_line, quiet_mlflow, store_errors
+
+__all__ = [
+    "DEFAULT_EXPERIMENT",
+    "answers",
+    "check_store",
+    "ensure_experiment",
+    "masked",
+    "quiet_mlflow",
+    "sqlite_path",
+    "store_errors",
+    "store_exists",
+    "store_identity",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -37,86 +52,8 @@ DEFAULT_EXPERIMENT = "tula"
 _KIND = {"mlflow.experimentKind": "custom_model_development"}
 """MLflow's pages show such an experiment as one of trainings, and not of language models."""
 
-_QUIET = {
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-}
 _CONNECT_TIMEOUT_S = 4.0
-_INITIALISE_TIMEOUT_S = 120.0
-_ABANDONED_S = 600.0
-_LOCK_NUMBER = 7_468_411
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
-_WAY_OUT = "set MLFLOW_TRACKING_URI to a store that works, such as sqlite:///mlflow.db"
-
-
-@contextmanager
-def store_errors(action: str) -> Iterator[None]:
-    """Turn what MLflow, its database or its server raises into a StoreError of one line.
-
-    Args:
-        action: what was tried, as the middle of a sentence: `register tula.vgg11.digits`.
-    """
-    try:
-        yield
-    except TulaError:
-        raise
-    except Exception as error:
-        if not _is_store_trouble(error):
-            raise
-        text = _schema_trouble(error) or f"{_first_line(error)}; {_WAY_OUT}"
-        raise StoreError(f"cannot {action}: {text}") from error
-
-
-def _schema_trouble(error: Exception) -> str | None:
-    """What to do about tables of another MLflow, in one line; None for other trouble."""
-    text, uri = str(error), mlflow.get_tracking_uri()
-    if "out-of-date database schema" in text:
-        return (
-            f"its tables are of an older MLflow than {mlflow.__version__}: back it up, then run "
-            f"`mlflow db upgrade {masked(uri)}`"
-        )
-    if "Can't locate revision" in text:
-        return (
-            f"its tables are of a newer MLflow than {mlflow.__version__}: `pip install -U mlflow`, "
-            f"or {_WAY_OUT}"
-        )
-    return None
-
-
-@contextmanager
-def quiet_mlflow() -> Iterator[None]:
-    """Hold back MLflow's progress notes and bars, not its warnings.
-
-    With a server MLflow writes the address of every finished run to standard output, where
-    `--json` must stand alone; checking a new model draws bars of the files that it copies.
-    """
-    log = logging.getLogger("mlflow")
-    level, before = log.level, {name: os.environ.get(name) for name in _QUIET}
-    log.setLevel(max(level, logging.WARNING))
-    os.environ.update(_QUIET)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        for name, setting in before.items():
-            if setting is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = setting
-
-
-def _is_store_trouble(error: BaseException) -> bool:
-    """Whether the store is at fault, and not our own code."""
-    if isinstance(error, (MlflowException, OSError, sqlite3.Error)):
-        return True
-    return type(error).__module__.split(".")[0] in {"sqlalchemy", "alembic", "requests", "urllib3"}
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line that says something, masked and shortened."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    text = masked(text or type(error).__name__).rstrip(".")
-    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def check_store(*, write: bool = True) -> str:
@@ -134,7 +71,7 @@ def check_store(*, write: bool = True) -> str:
         _check_address(uri)
     if write or store_exists():
         action = f"open the store {masked(tracking)}"
-        with _lock(tracking), store_errors(action), quiet_mlflow():
+        with making_lock(tracking), store_errors(action), quiet_mlflow():
             for path in filter(None, map(sqlite_path, addresses)):
                 _check_sqlite(path, write=write)
             client = MlflowClient()
@@ -146,17 +83,9 @@ def check_store(*, write: bool = True) -> str:
 
 
 def store_exists() -> bool:
-    """False for a sqlite file that is not there yet: then nothing is registered either."""
+    """False for a sqlite file that is not there yet, with nothing registered either."""
     path = sqlite_path(mlflow.get_registry_uri())
     return path is None or (path.is_file() and path.stat().st_size > 0)
-
-
-def sqlite_path(uri: str) -> Path | None:
-    """The file of a sqlite URI as an absolute path; None for other stores and for memory."""
-    if not uri.startswith("sqlite:///"):
-        return None
-    name = unquote(uri.removeprefix("sqlite:///").split("?")[0])
-    return None if name in {"", ":memory:"} else Path(name).absolute()
 
 
 def _check_address(uri: str) -> None:
@@ -200,7 +129,7 @@ def _check_sqlite(path: Path, *, write: bool) -> None:
         return
     try:
         if write:
-            _make_sqlite(path)
+            make_sqlite(path)
         mode = "rw" if write else "ro"
         target = f"{path.as_uri()}?mode={mode}"
         with closing(sqlite3.connect(target, uri=True, timeout=20.0)) as database:
@@ -212,43 +141,9 @@ def _check_sqlite(path: Path, *, write: bool) -> None:
     except (OSError, sqlite3.Error) as error:
         verb = "written" if write else "read"
         raise StoreError(
-            f"the MLflow store {path} cannot be {verb}: {_first_line(error)}; use a folder that "
+            f"the MLflow store {path} cannot be {verb}: {first_line(error)}; use a folder that "
             "can be, or set MLFLOW_TRACKING_URI to another store"
         ) from error
-
-
-def _make_sqlite(path: Path) -> None:
-    """Make the store with all its tables unless it is there; whoever is first has made it.
-
-    A kill in the middle leaves a file under another name, and processes on one folder need not
-    share a temporary folder for a lock.
-    """
-    if path.exists() and path.stat().st_size > 0:
-        return
-    from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{path.name}.*.new*"):
-        if time.time() - left.stat().st_mtime > _ABANDONED_S:
-            left.unlink(missing_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with store_errors(f"make the store {path}"), quiet_mlflow():
-            made = SqlAlchemyStore(f"sqlite:///{scratch}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
-            made.engine.dispose()
-        if path.exists() and path.stat().st_size == 0:
-            scratch.replace(path)  # somebody has touched it
-            return
-        try:
-            path.hardlink_to(scratch)
-        except FileExistsError:
-            return
-        except OSError:  # no links on this file system
-            scratch.rename(path)
-    finally:
-        for left in path.parent.glob(f"{scratch.name}*"):
-            left.unlink(missing_ok=True)
 
 
 def _check_server(uri: str) -> None:
@@ -315,56 +210,9 @@ def _check_port(uri: str, default_port: int) -> None:
         socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
         raise StoreError(
-            f"the database {masked(uri)} does not answer ({_first_line(error)}): start it, or "
+            f"the database {masked(uri)} does not answer ({first_line(error)}): start it, or "
             "set MLFLOW_TRACKING_URI to a store that works, such as sqlite:///mlflow.db"
         ) from error
-
-
-@contextmanager
-def _lock(uri: str) -> Iterator[None]:
-    """Hold the lock under which a store is made; nothing for servers.
-
-    Of a sqlite store it lies in the temporary folder: no stray file is left beside the store.
-    """
-    path = sqlite_path(uri)
-    if path is None:
-        with _database_lock(uri):
-            yield
-        return
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    lock = FileLock(Path(tempfile.gettempdir()) / f"tula-store-{user}-{name}.lock")
-    try:
-        lock.acquire(timeout=_INITIALISE_TIMEOUT_S)
-    except Timeout as error:
-        raise StoreError(
-            f"another process has held the lock of the MLflow store {path} for "
-            f"{_INITIALISE_TIMEOUT_S:g} s: end it, or remove {lock.lock_file}"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _database_lock(uri: str) -> Iterator[None]:
-    """Hold PostgreSQL's own lock, the same for every machine; nothing for other databases."""
-    if urlsplit(uri).scheme.split("+")[0] != "postgresql":
-        yield
-        return
-    import sqlalchemy
-    from sqlalchemy.pool import NullPool
-
-    with store_errors(f"open the store {masked(uri)}"):
-        connection = sqlalchemy.create_engine(uri, poolclass=NullPool).connect()
-    with connection:
-        with store_errors(f"lock the store {masked(uri)}"):
-            connection.execute(sqlalchemy.text(f"SELECT pg_advisory_lock({_LOCK_NUMBER})"))
-        try:
-            yield
-        finally:
-            connection.execute(sqlalchemy.text(f"SELECT pg_advisory_unlock({_LOCK_NUMBER})"))
 
 
 def ensure_experiment(name: str = DEFAULT_EXPERIMENT) -> str:
@@ -395,6 +243,13 @@ def ensure_experiment(name: str = DEFAULT_EXPERIMENT) -> str:
 
 
 def _artifact_root(name: str) -> str | None:
-    """A folder beside the sqlite file; None leaves the choice to the server."""
-    path = sqlite_path(mlflow.get_tracking_uri())
-    return None if path is None else str(path.parent / "mlartifacts" / slugify(name))
+    """A folder beside the sqlite file, or here for a database; None leaves it to the server.
+
+    MLflow would take ./mlruns for a database, and find an old file store in it the next time.
+    """
+    uri = mlflow.get_tracking_uri()
+    path, is_database = sqlite_path(uri), urlsplit(uri).scheme.split("+")[0] in _DATABASE_PORTS
+    if path is None and not is_database:
+        return None
+    here = Path.cwd() if path is None else path.parent
+    return str(here / "mlartifacts" / slugify(name))
