@@ -8,24 +8,19 @@ again. Afterwards several writers lose nothing. On PostgreSQL an advisory lock d
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import socket
 import sqlite3
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import mlflow
-from filelock import FileLock, Timeout
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from mlflow_tula.errors import StoreError, TulaError
+from mlflow_tula.errors import StoreError
 from mlflow_tula.redaction import masked
 from mlflow_tula.specs import check_name, slugify
 from mlflow_tula.stores.making import make_sqlite, making_lock, sqlite_path
