@@ -35,13 +35,14 @@ def _all(*decorators: types.Decorator) -> types.Decorator:
 
 def option(name: str, kind: Any, default: str, text: str, **more: Any) -> types.Decorator:
     """A click option that always shows its default."""
-    return click.option(name, type=kind, default=default, show_default=True, help=text, **more)
+    chosen = types.Text() if kind is str else kind
+    return click.option(name, type=chosen, default=default, show_default=True, help=text, **more)
 
 
 json_option = click.option(
     "--json",
     "as_json",
-    type=bool,
+    type=types.Switch(),
     is_flag=False,
     flag_value="true",
     default="false",

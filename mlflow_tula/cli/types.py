@@ -145,10 +145,31 @@ class Split(click.ParamType[Any]):
         return tuple(int(part) for part in parts)
 
 
-class OpenText(click.ParamType[Any]):
-    """Text, where one word (`auto` or `none`) stands for None."""
+class Text(click.ParamType[Any]):
+    """Text that is not empty: `-P model=` of MLflow is a slip, and so is a shell's unset variable."""
 
     name = "text"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str | None:
+        """The text, without blanks around it."""
+        text = str(value).strip()
+        if text.strip("'\"") == "":
+            self.fail(f"{value!r} is empty: give a value, or leave the option out", param, ctx)
+        return text
+
+
+class Switch(click.types.BoolParamType):
+    """True or false; click takes an empty text for false."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> bool:
+        """The word as a bool."""
+        if isinstance(value, str) and not value.strip("'\" "):
+            self.fail(f"{value!r} is empty: give true or false", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class OpenText(Text):
+    """Text, where one word (`auto` or `none`) stands for None."""
 
     def __init__(self, open_word: str) -> None:
         """Take the word that means None."""
@@ -156,8 +177,8 @@ class OpenText(click.ParamType[Any]):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> str | None:
         """The text itself, or None for the open word."""
-        text = str(value).strip()
-        return None if text in (self.open_word, "") else text
+        text = super().convert(value, param, ctx)
+        return None if text == self.open_word else text
 
 
 def count(example: str, *, open_word: str | None = None, minimum: int = 1) -> Quantity:
@@ -207,7 +228,7 @@ def switch(name: str, *, default: bool, text: str) -> Decorator:
     """A boolean option that MLproject can pass a value to: `--x`, `--x true` or `--x false`."""
     return click.option(
         name,
-        type=bool,
+        type=Switch(),
         is_flag=False,
         flag_value="true",
         default=str(default).lower(),
