@@ -146,7 +146,7 @@ class Split(click.ParamType[Any]):
 
 
 class Text(click.ParamType[Any]):
-    """Text that is not empty: `-P model=` of MLflow is a slip, and so is a shell's unset variable."""
+    """Text that is not empty: `-P model=` is a slip, and so is a variable that the shell lacks."""
 
     name = "text"
 
