@@ -152,3 +152,26 @@ def finished_probes(text: str) -> list[tuple[int, int]]:
 def finished_epochs(text: str) -> list[int]:
     """Epochs that progress lines on stderr report."""
     return [int(number) for number in re.findall(r"^epoch +(\d+): train", text, re.MULTILINE)]
+
+
+def made_up_bundle(folder: Path) -> None:
+    """What `tula profile` and `tula fit` would have left in a folder, from numbers of our own."""
+    import pandas as pd
+
+    import mlflow_tula as tula
+    from mlflow_tula.files import write_json
+    from mlflow_tula.hardware import detect
+    from mlflow_tula.workloads.describe import describe
+    from mlflow_tula.workloads.job import Job
+
+    if str(HERE) not in sys.path:
+        sys.path.append(str(HERE))
+    workload, hardware = describe(Job(model=MODEL[1], dataset_size=int(MODEL[3]))), detect()
+    rows = {
+        "local_batch_size": [8, 16, 32, 64, 128],
+        "step_time_s": [2e-3, 3e-3, 5e-3, 9e-3, 17e-3],
+    }
+    table = tula.ProfileTable.from_frame(pd.DataFrame(rows), workload=workload, hardware=hardware)
+    place = folder / "tula_output" / f"{workload.slug}.{hardware.slug}"
+    write_json(place / "table.json", table.to_dict())
+    write_json(place / "bundle.json", tula.fit(table).to_dict())

@@ -210,9 +210,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--short", action="store_true", help="Six rounds.")
+    parser.add_argument("--results", type=Path, help="Where to write; build/reliability.")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="tula-soak-"))
-    with Recorder("soak", short=arguments.short) as record:
+    with Recorder("soak", short=arguments.short, folder=arguments.results) as record:
         rounds = soak(0.0 if arguments.short else arguments.minutes, folder)
         commands = (len(rounds) + 1) * len(ROUND) + 20 * len(rounds)
         record(

@@ -355,13 +355,14 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="Five cases.")
     parser.add_argument("--repeats", type=int, default=3, help="So often each case.")
     parser.add_argument("--only", default="")
+    parser.add_argument("--results", type=Path, help="Where to write; build/reliability.")
     arguments = parser.parse_args()
     wanted = {name for name in arguments.only.split(",") if name}
     cases = list(SHORT if arguments.short else CASES)
     if wanted:
         cases = [one for one in CASES if one.__name__ in wanted]
     mounts = may_mount()
-    with Recorder("stores", short=arguments.short) as record:
+    with Recorder("stores", short=arguments.short, folder=arguments.results) as record:
         for case in cases:
             name = case.__name__.replace("_", " ")
             if reason := missing(case, mounts=mounts):
