@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import mlflow
 from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from mlflow_tula.errors import (
@@ -165,6 +166,8 @@ def _same_bundle(name: str, bundle: PredictorBundle) -> RegisteredPredictor | No
         try:
             champion = find_version(name, CHAMPION, None)
         except (NotRegisteredError, DanglingAliasError):
+            champion = None
+        if champion is None or _was_to_follow(version, champion):
             client.set_registered_model_alias(name, CHAMPION, version.version)
             champion = version
         is_champion = champion.version == version.version
@@ -174,6 +177,20 @@ def _same_bundle(name: str, bundle: PredictorBundle) -> RegisteredPredictor | No
             text += f" and is no champion ({said.reason}); `tula registry promote` asks again"
         return replace(said, added=False, promoted=is_champion, reason=text)
     return None
+
+
+def _was_to_follow(version: ModelVersion, champion: ModelVersion) -> bool:
+    """Whether a kill came between a version that the gate promoted and its alias.
+
+    Not where the champion became so later, by hand.
+    """
+    by_hand_s = float((champion.tags or {}).get("tula.champion_since", 0.0))
+    return (
+        (version.tags or {}).get("tula.gate") == "promoted"
+        and "tula.champion_since" not in (version.tags or {})
+        and int(version.version) > int(champion.version)
+        and by_hand_s < version.creation_timestamp / 1000
+    )
 
 
 def _check_pair(bundle: PredictorBundle, table: ProfileTable) -> None:
