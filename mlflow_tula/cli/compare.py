@@ -11,6 +11,7 @@ from mlflow_tula.cli import options, types
 from mlflow_tula.cli.options import option
 from mlflow_tula.cli.render import note, print_json
 from mlflow_tula.cli.types import OpenText, count, real, switch
+from mlflow_tula.specs import slugify
 
 if TYPE_CHECKING:
     from mlflow_tula.compare import Plan
@@ -84,7 +85,7 @@ def command(as_json: bool, **values: Any) -> None:
         write_documents,
     )
 
-    folder = Path(values["output_dir"]) / f"compare.{plan.task.dataset}"
+    folder = Path(values["output_dir"]) / f"compare.{slugify(plan.task.dataset)}"
     records = folder / RECORDS
     if not values["resume"]:
         records.unlink(missing_ok=True)

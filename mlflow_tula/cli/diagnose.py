@@ -11,6 +11,7 @@ from mlflow_tula.cli import options, types
 from mlflow_tula.cli.options import option
 from mlflow_tula.cli.render import note, print_json
 from mlflow_tula.cli.types import OpenText, count, real
+from mlflow_tula.specs import slugify
 
 
 @click.command("diagnose")
@@ -66,7 +67,7 @@ def command(as_json: bool, **values: Any) -> None:
     from mlflow_tula.tracking import start_run
     from mlflow_tula.tracking.diagnosis_log import log_diagnosis, write_diagnosis
 
-    folder = Path(values["output_dir"]) / f"diagnose.{task.dataset}"
+    folder = Path(values["output_dir"]) / f"diagnose.{slugify(task.dataset)}"
     name = f"diagnose {task.dataset}"
     with start_run(name, command="diagnose", experiment=values["experiment"]) as run:
         run.params({key: value for key, value in values.items() if value is not None})

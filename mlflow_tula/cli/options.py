@@ -7,6 +7,7 @@ core's types. Imports click only: `tula COMMAND --help` must not wait for torch.
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,7 @@ Command = Callable[..., Any]
 
 def _all(*decorators: types.Decorator) -> types.Decorator:
     """Several decorators as one, the first on top of the help."""
-
-    def apply(function: Command) -> Command:
-        return functools.reduce(lambda f, decorate: decorate(f), reversed(decorators), function)
-
-    return apply
+    return lambda function: functools.reduce(lambda f, one: one(f), reversed(decorators), function)
 
 
 def option(name: str, kind: Any, default: str, text: str, **more: Any) -> types.Decorator:
@@ -325,10 +322,11 @@ def command_line(verb: str, job: Job) -> str:
     from mlflow_tula.workloads.job import Job
 
     plain = Job(model=job.model)
-    words = [f"tula {verb} --model {job.model}"]
+    # quoted: names may be from somebody else's run, and people paste this line
+    words = [f"tula {verb} --model {shlex.quote(job.model)}"]
     for name in _NAMING:
         if getattr(job, name) != getattr(plain, name):
-            words.append(f"--{name.replace('_', '-')} {getattr(job, name)}")
+            words.append(f"--{name.replace('_', '-')} {shlex.quote(str(getattr(job, name)))}")
     return " ".join(words)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlflow_tula.comparing.facts import Outcome
+from mlflow_tula.documents import parse_json
 from mlflow_tula.errors import SchemaError, StoreError
 
 
@@ -35,7 +36,9 @@ class RecordFile:
         line = json.dumps(outcome.to_dict(), allow_nan=False, separators=(",", ":")) + "\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            # never through a link that somebody left under this name
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+            descriptor = os.open(self.path, flags, 0o644)
             try:
                 _drop_torn_end(descriptor)
                 os.write(descriptor, line.encode())
@@ -59,7 +62,7 @@ class RecordFile:
             if not line.strip():
                 continue
             try:
-                document = json.loads(line)
+                document = parse_json(line, "the record")
                 if not isinstance(document, dict):
                     raise SchemaError("a record must be a JSON object")
                 yield Outcome.from_dict(document)

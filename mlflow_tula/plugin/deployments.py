@@ -173,7 +173,10 @@ def _frame(inputs: Any) -> pd.DataFrame:
     elif isinstance(inputs, dict) and not any(isinstance(v, list | tuple) for v in inputs.values()):
         frame = pd.DataFrame([inputs])
     elif isinstance(inputs, dict | list):
-        frame = pd.DataFrame(inputs)
+        try:
+            frame = pd.DataFrame(inputs)
+        except ValueError as error:
+            raise InvalidInputError(f"inputs make no table: {error}") from error
     else:
         raise InvalidInputError(f"inputs must be a DataFrame, not {type(inputs).__name__}")
     if frame.empty and not isinstance(inputs, dict):

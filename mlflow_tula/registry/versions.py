@@ -11,6 +11,7 @@ version's tags and description, from which the history is read again:
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
+from mlflow_tula.documents import shown
 from mlflow_tula.errors import (
     DanglingAliasError,
     InvalidInputError,
@@ -36,6 +38,7 @@ from mlflow_tula.specs import Spec, check_int, slugify
 from mlflow_tula.stores import store_errors
 from mlflow_tula.table import Measurement
 
+MAX_NAME = 250
 MAX_COMPARED = 10
 
 
@@ -70,13 +73,13 @@ class Comparison(Spec):
 def registered_name(text: str) -> str:
     """A registered name in full, from itself or from `model/dataset` (this machine's hardware)."""
     text = text.strip().removeprefix("models:/").split("@")[0]
-    if text.startswith("tula."):
+    if re.fullmatch(r"tula(\.[a-z0-9_-]+){1,6}", text) and len(text) <= MAX_NAME:
         return text
     model, separator, dataset = text.replace("/", ".", 1).partition(".")
     if not separator or not model or not dataset:
         raise InvalidInputError(
             f"a registered predictor is named tula.<model>.<dataset>.<hardware>, or model/dataset "
-            f"for this machine, not {text!r}"
+            f"for this machine, not {shown(text)}"
         )
     return f"tula.{slugify(model)}.{slugify(dataset)}.{detect().slug}"
 

@@ -11,7 +11,6 @@ All runs must be of one workload on one hardware: a predictor of a mixture predi
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,8 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from mlflow_tula import hardware as machine
-from mlflow_tula.errors import InvalidInputError, TableError, TulaError
+from mlflow_tula.documents import parse_json
+from mlflow_tula.errors import InvalidInputError, SchemaError, TableError, TulaError
 from mlflow_tula.runs import PREFIX
 from mlflow_tula.specs import HardwareSpec, Spec, Workload
 from mlflow_tula.stores import store_errors
@@ -220,8 +220,8 @@ def _count(run: Run, name: str) -> int:
 
 def _json(text: str, tag: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except ValueError as error:
+        found = parse_json(text, f"the tag {tag}")
+    except SchemaError as error:
         raise InvalidInputError(f"a tag {tag} that is no JSON") from error
     if not isinstance(found, dict):
         raise InvalidInputError(f"a tag {tag} that is no JSON object")

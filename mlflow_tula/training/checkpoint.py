@@ -64,7 +64,9 @@ def save_checkpoint(folder: Path, state: Mapping[str, Any], *, identity: Mapping
     newest = folder / CHECKPOINT_NAME
     partial = folder / f".checkpoint.{os.getpid()}.tmp"
     try:
-        with partial.open("wb") as file:
+        partial.unlink(missing_ok=True)
+        # "x": never through a link that somebody left under this name
+        with partial.open("xb") as file:
             torch.save(document, file)
             file.flush()
             os.fsync(file.fileno())
@@ -224,6 +226,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError("it holds more than tensors, numbers and strings") from error
     if not isinstance(document, dict) or document.get("kind") != CHECKPOINT_KIND:
         raise ValueError("it is not a checkpoint of mlflow_tula")
+    parts = {"schema_version": int, "identity": str, "state": dict}
+    if not all(isinstance(document.get(name), kind) for name, kind in parts.items()):
+        raise ValueError("it is no whole checkpoint of mlflow_tula")
     return document
 
 
