@@ -94,9 +94,10 @@ def chunks(inputs: int) -> dict[str, list[tuple[int, int]]]:
 
 
 def campaign(
-    inputs: int, first_seed: int, targets: list[str], folder: Path, limit_s: float
+    inputs: int, first_seed: int, targets: list[str], folder: Path, limit_s: float, most_s: float
 ) -> None:
-    """Run every chunk of these targets that is not done yet."""
+    """Run every chunk of these targets that is not done yet, or those that begin in `most_s`."""
+    began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     here = Path.cwd()
     logging.disable(logging.CRITICAL)  # MLflow notes each request
@@ -107,7 +108,7 @@ def campaign(
                 target = {**TARGETS, **SERVED}[name](fixtures)
                 for number, count in chunks(inputs)[name]:
                     path = folder / f"{name}-{first_seed}-{number}-{count}.json"
-                    if path.exists():
+                    if path.exists() or time.monotonic() - began > most_s:
                         continue
                     found = run_chunk(target, first_seed * 10**6 + number, count, limit_s)
                     for crash in found["crashes"]:
@@ -164,12 +165,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--targets", default=",".join(SHARES))
     parser.add_argument("--limit", type=float, default=20.0, help="seconds an input may take")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no chunk after so long")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     given_ = parser.parse_args(arguments)
     inputs = SHORT if given_.short else given_.inputs
     folder = given_.folder / "fuzz"
     with Recorder("fuzz", short=given_.short, seed=given_.seed, folder=given_.folder) as record:
-        campaign(inputs, given_.seed, given_.targets.split(","), folder, given_.limit)
+        targets = [name for name in given_.targets.split(",") if name]
+        campaign(inputs, given_.seed, targets, folder, given_.limit, given_.seconds)
         whole = report(inputs, given_.seed, folder, record)
     if not whole:
         print("not all chunks are done yet: run again for the rest", file=sys.stderr)
