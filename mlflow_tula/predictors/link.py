@@ -29,13 +29,15 @@ class Link(Spec):
     """Latency in seconds a doubling of the ranks, bandwidth in bytes per second.
 
     `relative_error` is the mean absolute relative error over the fitted messages;
-    `cast_s_per_byte` what compressing and restoring a byte of gradient takes.
+    `cast_s_per_byte` what compressing and restoring a byte of gradient takes; `cpu_s_per_byte`
+    for how long sending a byte keeps a CPU rank's cores busy.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
     relative_error: float = 0.0
     cast_s_per_byte: float = 0.0
+    cpu_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every field once."""
@@ -43,6 +45,7 @@ class Link(Spec):
         check_real("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, strict=True)
         check_real("relative_error", self.relative_error)
         check_real("cast_s_per_byte", self.cast_s_per_byte)
+        check_real("cpu_s_per_byte", self.cpu_s_per_byte)
 
     def seconds(
         self, message_bytes: float, count: float, *, messages: int = 1, compressed: bool = False
@@ -83,9 +86,19 @@ def fit(rows: Sequence[LinkMeasurement], scope: LinkScope) -> Link | None:
         latency_s=latency,
         bandwidth_bytes_per_s=1.0 / max(per_byte, 1.0 / FASTEST_BYTES_PER_S),
         relative_error=float(np.mean(np.abs(fitted - 1.0))),
+        cpu_s_per_byte=_busy(usable),
     )
     casts = [_casts(link, row) for row in known if row.compression is not None]
     return replace(link, cast_s_per_byte=max(float(np.median(casts)), 0.0)) if casts else link
+
+
+def _busy(rows: Sequence[LinkMeasurement]) -> float:
+    """Of all messages together: the clock of busy cores is coarse."""
+    known = [row for row in rows if row.cpu_time_s is not None]
+    sent = sum(2.0 * (_count(row) - 1) / _count(row) * row.message_bytes for row in known)
+    # more than the time itself it cannot be
+    busy = sum(min(row.cpu_time_s or 0.0, row.time_s) for row in known)
+    return busy / sent if known else 0.0
 
 
 def _casts(link: Link, row: LinkMeasurement) -> float:

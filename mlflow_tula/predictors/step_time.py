@@ -26,7 +26,7 @@ from mlflow_tula.predictors.step_time_rows import (
     make_cells,
     optimizer_time,
 )
-from mlflow_tula.table import ProfileTable
+from mlflow_tula.table import Measurement, ProfileTable
 
 Array = NDArray[np.float64]
 
@@ -113,15 +113,19 @@ def fit(table: ProfileTable) -> StepTimePredictor:
     rows = table.ok
     if not rows:
         raise TableError("no row of status ok: nothing to fit; measure a smaller batch size")
+    if table.workload.strategy == "fsdp":
+        rows = tuple(_one_pass(row) for row in rows)
     cells = make_cells(rows)
     links = {scope: link.fit(table.links, scope) for scope in ("intra_node", "inter_node")}
     fixed = {
-        "gradient_bytes": float(table.workload.gradient_bytes or 0.0),
+        # the bytes of an all-reduce that costs as much as the step's communication
+        "gradient_bytes": float(table.workload.sync_bytes or 0.0),
         "links": {name: None if one is None else one.to_dict() for name, one in links.items()},
         "optimizer_s": optimizer_time(rows, cells),
         "data": data_line(rows),
         "backward": backward_shares(rows),
         "messages": _messages(table),
+        "sync_every_pass": table.workload.strategy == "fsdp",
         # only ranks of one node on a CPU compute with the same cores
         "shared_cores": table.hardware.device_type == "cpu",
     }
@@ -141,8 +145,22 @@ def fit(table: ProfileTable) -> StepTimePredictor:
     )
 
 
+def _one_pass(row: Measurement) -> Measurement:
+    """A step of FSDP with one pass instead of several: each of them communicates alike."""
+    if row.accumulation_steps == 1 or row.step_time_s is None:
+        return row
+    once = min(row.optimizer_time_s or 0.0, 0.9 * row.step_time_s)
+    seconds = once + (row.step_time_s - once) / row.accumulation_steps
+    return replace(row, accumulation_steps=1, step_time_s=seconds, sync_time_s=None)
+
+
 def _messages(table: ProfileTable) -> float:
-    """In how many buckets gradients were sent: as the communication probe counted, or about so."""
+    """In how many buckets gradients were sent: as the communication probe counted, or about so.
+
+    FSDP gathers and scatters block by block.
+    """
+    if table.workload.strategy == "fsdp":
+        return 1.5 * (table.workload.num_blocks or 1)
     counted = [link.num_buckets for link in table.links if link.num_buckets]
     gradient = float(table.workload.gradient_bytes or 0.0)
     whole = [link.message_bytes for link in table.links if link.num_buckets]
@@ -186,6 +204,7 @@ def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any
             "degrees": DEGREES,
         },
         **{name: fixed[name] for name in ("optimizer_s", "data", "gradient_bytes", "backward")},
+        "sync_every_pass": fixed["sync_every_pass"],
     }
     usual, least = _usual_compute(params), 0.0
     params["contention"] = _contention(rest, params, fixed)
@@ -193,7 +212,7 @@ def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any
         here = [c for c in rest if (c.nodes > nodes) == (counts == "nodes")]
         tier = _empty_tier(counts, params, fixed)
         if here:
-            tier = sync_level.fit_tier(tier, _sync_rows(here, params))
+            tier = sync_level.fit_tier(tier, _sync_rows(here, params, tier))
             most = np.array([float(max(cell.devices for cell in here))])
             least = float(np.median(formulas.sync_time(tier, np.full(1, float(nodes)), most)))
         else:
@@ -217,7 +236,7 @@ def _contention(
         return contention.summary(contention.prior(True) if shared else None, devices)
     before, parts, rows = contention.prior(shared), _busy_rows(within, params), []
     passes = np.array([cell.accumulation for cell in within], float)
-    plain = _sync_rows(within, params)
+    plain = _sync_rows(within, params, _empty_tier("devices", params, fixed))
     for slope, floor in zip(before.slopes, before.floors, strict=True):
         slower = np.exp(floor * parts.log_ratio)
         there = parts.floor * slower + parts.slope * np.exp(slope * parts.log_ratio)
@@ -297,7 +316,9 @@ def _empty_tier(
     return {**tier, "links": used, "gradient_bytes": fixed["gradient_bytes"]}
 
 
-def _sync_rows(cells: Sequence[Cell], params: Mapping[str, Any]) -> sync_level.SyncRows:
+def _sync_rows(
+    cells: Sequence[Cell], params: Mapping[str, Any], tier: Mapping[str, Any]
+) -> sync_level.SyncRows:
     """Rows of a tier with their compute, as slow as it is there."""
     batch, nodes, devices, passes, times, weights = (
         np.array([getattr(cell, name) for cell in cells], float)
@@ -314,6 +335,7 @@ def _sync_rows(cells: Sequence[Cell], params: Mapping[str, Any]) -> sync_level.S
         extra=(passes - 1.0) * micro,
         hidden=formulas.backward_share(params, batch),
         compressed=np.array([cell.compressed for cell in cells], bool),
+        busy=formulas.busy_time(tier, nodes, devices),
     )
 
 

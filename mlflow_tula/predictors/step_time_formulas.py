@@ -20,6 +20,7 @@ from .formulas import smooth_maximum, student_quantile
 from .sync_formulas import (
     TINY,
     backward_share,
+    busy_time,
     link_time,
     log_growth,
     num_buckets,
@@ -29,7 +30,15 @@ from .sync_formulas import (
     with_options,
 )
 
-__all__ = ["backward_share", "link_time", "log_growth", "num_buckets", "step_time", "sync_time"]
+__all__ = [
+    "backward_share",
+    "busy_time",
+    "link_time",
+    "log_growth",
+    "num_buckets",
+    "step_time",
+    "sync_time",
+]
 
 Array = NDArray[np.float64]
 
@@ -146,7 +155,8 @@ def _tier_parts(
     """Log seconds of compute overlapped with synchronisation, and the share of the latter."""
     powers, weights = (np.asarray(tier[name], float) for name in ("powers", "weights"))
     sync = sync_time(tier, nodes, devices) * factor
-    both = overlapped(alone, sync, powers[:, None], hidden, tier.get("messages", 1.0))
+    busy = busy_time(tier, nodes, devices)
+    both = overlapped(alone, sync, powers[:, None], hidden, tier.get("messages", 1.0), busy)
     value = weights @ np.log(both)
     share = weights @ (sync / both) ** powers[:, None]
     rest = np.asarray(tier["rest"], float)
@@ -185,7 +195,9 @@ def _raw(
                 value[rows] = np.exp(log_value)
                 if factor is factors[0]:
                     share[rows] = part
-        total = value + (accumulation - 1.0) * micro
+        # FSDP gathers and scatters in every pass, DDP reduces in the last one alone
+        again = micro + value - alone if params.get("sync_every_pass") else micro
+        total = value + (accumulation - 1.0) * again
         if factor is factors[0]:
             share = share * value / np.maximum(total, TINY)
         if params["data"] is not None:

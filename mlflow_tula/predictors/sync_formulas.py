@@ -6,11 +6,11 @@ k: messages that the gradient is sent in (DDP's buckets); c: 1, or 1/2 with bf16
 casts to it and back. Synchronisation hides behind the backward pass alone, and of that not behind
 the last bucket's way:
 
-    overlap(compute, sync) = compute - back + min((back^p + sync^p)^(1/p) + q min(back, sync),
-                                                  back + sync)
+    overlap(compute, sync) = compute - back
+        + min(((back + busy)^p + sync^p)^(1/p) + q min(back, sync), back + sync)
 
-back: the backward pass's part of compute (all of it where that was not measured); p: 1 hides
-nothing; q = (1 - 1/p) / (2 k).
+back: the backward pass's part of compute (all of it where that was not measured); busy: what the
+all-reduce takes of the cores that compute, on a CPU; p: 1 hides nothing; q = (1 - 1/p) / (2 k).
 """
 
 from __future__ import annotations
@@ -94,6 +94,21 @@ def sync_time(tier: Mapping[str, Any], nodes: Array, devices: Array) -> Array:
     return np.asarray(np.exp(growth + shift))
 
 
+def busy_time(tier: Mapping[str, Any], nodes: Array, devices: Array) -> Array:
+    """Seconds for which the all-reduce keeps the cores busy that compute; 0 where not measured.
+
+    Of the link between nodes: within one the p-norm's power tells it.
+    """
+    total: Array = np.zeros_like(nodes)
+    link = (tier["links"] or {}).get("inter_node")
+    if link is None or tier["counts"] != "nodes":
+        return total
+    half = bool(tier.get("compressed", False))
+    ring = 2.0 * (nodes - 1.0) / nodes * tier["gradient_bytes"]
+    total = total + link.get("cpu_s_per_byte", 0.0) * ring * (0.5 if half else 1.0)
+    return np.asarray(total)
+
+
 def backward_share(params: Mapping[str, Any], batch: Array) -> Array:
     """The backward pass's part of compute at each local batch size; 1 where it is not known."""
     known = params.get("backward")
@@ -102,14 +117,17 @@ def backward_share(params: Mapping[str, Any], batch: Array) -> Array:
     return np.asarray(np.interp(np.log(batch), np.log(known["sizes"]), known["shares"]))
 
 
-def overlapped(alone: Array, sync: Array, power: Any, share: Array, messages: float) -> Array:
+def overlapped(
+    alone: Array, sync: Array, power: Any, share: Array, messages: float, busy: Any = 0.0
+) -> Array:
     """Compute with synchronisation: arrays of one shape, `power` broadcast to it."""
     back = share * alone
-    both = smooth_maximum(np.broadcast_to(back, sync.shape), sync, power)
+    hidden = np.minimum(back + busy, back + sync)
+    both = smooth_maximum(np.broadcast_to(hidden, sync.shape), sync, power)
     # one that can hide behind all of compute is one of which nothing is known: no tail either
     tail = np.where(share < 1.0, (1.0 - 1.0 / np.asarray(power)) / (2.0 * messages), 0.0)
     late = both + tail * np.minimum(back, sync)
-    return np.asarray(alone - back + np.minimum(late, np.maximum(back + sync, both)))
+    return np.asarray(alone - back + np.minimum(late, back + sync))
 
 
 def with_options(

@@ -20,11 +20,15 @@ from mlflow_tula.predictors.sync_formulas import overlapped
 Array = NDArray[np.float64]
 Counts = Literal["nodes", "devices"]
 
-POWERS = (1.0, 2.0, 4.0)
-"""Overlap: 1 hides nothing (gloo with a rank per core), 4 is nearly the maximum of the two."""
-SHARED_PRIOR = (1.0, 0.1, 0.02)
+POWERS = (1.0, 2.0, 4.0, 16.0)
+"""Overlap: 1 hides nothing (gloo with a rank per core), 16 is the maximum of the two."""
+_NEVER = 1e-9
+PLAIN_PRIOR = (1.0, 1.0, 1.0, _NEVER)
+"""How far each power is believed where nothing more is known: nothing hides behind all of compute
+as well as behind the backward pass."""
+SHARED_PRIOR = (1.0, 0.1, 0.02, _NEVER)
 """How far each power is believed where ranks share cores: all-reduce needs the very same ones."""
-HIDING_PRIOR = (0.1, 0.5, 1.0)
+HIDING_PRIOR = (0.02, 0.1, 0.5, 1.0)
 """The same across nodes, where the backward pass is known: behind a network DDP hides most of it
 (forward + optimizer + max(backward, sync) was right to 2 to 6 %, docs/distributed.md)."""
 LEVELS, FEW_LEVELS = 120, 40
@@ -66,6 +70,8 @@ class SyncRows:
     """The share of compute that synchronisation can hide behind."""
     compressed: NDArray[np.bool_]
     """Whether half the bytes were sent."""
+    busy: Array
+    """Seconds for which the all-reduce keeps the cores busy that compute."""
 
 
 def empty_tier(
@@ -77,7 +83,7 @@ def empty_tier(
     hiding_known: bool = False,
 ) -> dict[str, Any]:
     """The fields of a tier that need no measurement."""
-    prior: tuple[float, ...] = (1.0,) * len(POWERS)
+    prior = PLAIN_PRIOR
     if counts == "devices" and shared_cores:
         prior = SHARED_PRIOR
     elif counts == "nodes" and hiding_known:
@@ -205,7 +211,7 @@ def _fit_power(
 
     def residuals(level: Array) -> Array:
         sync, alone, hidden = level * own, rows.alone[:, None], rows.hidden[:, None]
-        both = overlapped(alone, sync, power, hidden, messages)
+        both = overlapped(alone, sync, power, hidden, messages, rows.busy[:, None])
         return np.asarray(np.log(rows.times[:, None] / (both + rows.extra[:, None])))
 
     def losses(sync: Array) -> Array:

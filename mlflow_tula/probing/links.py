@@ -7,18 +7,19 @@ shaped link forgives at first (a token bucket) and the mapping of memory are in 
 gradient is sent as DDP sends it: buckets in the order of the backward pass, the first of 1 MiB, all
 on their way at once; then the same through the bf16 compression hook's casts. How often each is
 repeated follows from how long it takes, so that the whole ends within seconds on any link; of a
-gradient that would take longer only the first buckets are sent. Time is the largest of all ranks,
-`cpu_time_s` what a rank's own cores did meanwhile.
+gradient that would take longer only the first buckets are sent. Time is the largest of all ranks;
+`cpu_time_s`, on a CPU, how long the cores that a rank computes on were busy meanwhile, the kernel's
+part included: so much less they compute.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -77,15 +78,15 @@ class LinkProbe:
         for size in message_sizes(rate):
             timed = self.time([self._message(size)], MESSAGE_S, guess_s=size / rate)
             rate = max(rate, size / timed.seconds)
-            rows.append(_row(size, timed))
+            rows.append(self._row(size, timed))
         if not gradient:
             return rows
         sent = _cut(gradient, rate * GRADIENT_S)
         buckets, guess_s = [self._message(size) for size in sent], sum(sent) / rate
         whole = self.time(buckets, GRADIENT_S, guess_s=guess_s)
-        rows.append(_row(sum(sent), whole, num_buckets=len(sent)))
+        rows.append(self._row(sum(sent), whole, num_buckets=len(sent)))
         half = self.time(buckets, GRADIENT_S, guess_s=guess_s / 2, compressed=True)
-        rows.append(_row(sum(sent), half, num_buckets=len(sent), compression="bf16"))
+        rows.append(self._row(sum(sent), half, num_buckets=len(sent), compression="bf16"))
         return rows
 
     def check(self, size: int) -> float:
@@ -108,14 +109,14 @@ class LinkProbe:
         found = [self._window(messages, repeats, compressed) for _ in range(windows)]
         return _Timed(
             seconds=statistics.median(one.seconds for one in found),
-            cpu_s=statistics.median(one.cpu_s for one in found),
+            cpu_s=statistics.mean(one.cpu_s for one in found),
         )
 
     def _window(self, messages: Sequence[Tensor], repeats: int, compressed: bool) -> _Timed:
         """One timed window; the largest time of any rank, on every rank."""
         self._clock.synchronize()
         dist.barrier()
-        cpu, start = time.process_time(), self._clock.mark()
+        cpu, start = busy_seconds(), self._clock.mark()
         for _ in range(repeats):
             if compressed:
                 _reduce_compressed(messages)
@@ -125,10 +126,15 @@ class LinkProbe:
                     work.wait()
         end = self._clock.mark()
         self._clock.synchronize()
-        spent = [self._clock.seconds(start, end), time.process_time() - cpu]
+        spent = [self._clock.seconds(start, end), busy_seconds() - cpu]
         largest = torch.tensor(spent, dtype=torch.float64)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return _Timed(seconds=float(largest[0]) / repeats, cpu_s=float(largest[1]) / repeats)
+
+    def _row(self, size: int, timed: _Timed, **more: Any) -> dict[str, Any]:
+        row = {"message_bytes": size, "time_s": timed.seconds, **more}
+        # a GPU computes on without the host's cores
+        return row | ({"cpu_time_s": max(timed.cpu_s, 0.0)} if self._device.type == "cpu" else {})
 
     def _message(self, size: int) -> Tensor:
         return torch.zeros(max(size // 4, 1), device=self._device)
@@ -162,5 +168,17 @@ def _cut(gradient: Sequence[int], most: float) -> list[int]:
     return [size for size in sent if size]
 
 
-def _row(size: int, timed: _Timed, **more: Any) -> dict[str, Any]:
-    return {"message_bytes": size, "time_s": timed.seconds, "cpu_time_s": timed.cpu_s, **more}
+def busy_seconds() -> float:
+    """For how long the cores that this process may run on were busy since the system started.
+
+    The mean over them, whatever kept them busy: the network's part of an all-reduce is the
+    kernel's, and in no process's time.
+    """
+    cores = psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else None
+    times = psutil.cpu_times(percpu=True)
+    own = [times[core] for core in cores if core < len(times)] if cores else times
+    idle = [one.idle + getattr(one, "iowait", 0.0) for one in own]
+    # guest time is a part of user time
+    guest = [getattr(one, "guest", 0.0) + getattr(one, "guest_nice", 0.0) for one in own]
+    whole = [sum(one) for one in own]
+    return sum(w - i - g for w, i, g in zip(whole, idle, guest, strict=True)) / len(own)
