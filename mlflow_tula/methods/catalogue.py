@@ -29,6 +29,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
         name="constant_scaling", rule="constant", factor=4.0, warmup_epochs=0.0
     ),
     "scaling_clip": lambda: ScalingMethod(name="scaling_clip", rule="linear", max_norm=1.0),
+    "sqrt_clip": lambda: ScalingMethod(name="sqrt_clip", rule="sqrt", max_norm=1.0),
     "scaling_autoclip": lambda: ScalingMethod(
         name="scaling_autoclip", rule="linear", clip_percentile=10.0
     ),

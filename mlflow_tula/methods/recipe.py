@@ -201,12 +201,29 @@ def _reference_optimizer(
     return make_fused_where_possible(_OPTIMIZERS[name], parameters, **kwargs)
 
 
+def automatic_method(optimizer: Optimizer, ratio: float, **settings: Any) -> Method:
+    """What the rule takes for this optimizer at this batch ratio; `settings` replace the rule's."""
+    name, whole = _automatic(optimizer, ratio, settings)
+    return build_method(name, **whole)
+
+
+def _automatic(
+    optimizer: Optimizer, ratio: float, settings: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    family: Family = "adaptive" if ignores_gradient_scale(optimizer) else "sgd"
+    rule = _rule(family, ratio, optimizer)
+    if settings and rule.method == "plain":
+        # settings such as a clip hold at the reference batch too, where the rule is plain
+        return "scaling_clip", {"max_norm": None, **settings}
+    return rule.method, {**rule.settings, **settings}
+
+
 def _rule(family: Family, ratio: float, optimizer: Optimizer) -> RecipeRule:
+    """LARS takes SGD's place, where there are matrices; any other optimizer keeps its own."""
     rule = choose_method(family, ratio)
     shapes = {p.ndim for group in optimizer.param_groups for p in group["params"]}
-    if rule.method == "lars" and max(shapes, default=0) < 2:
-        return WITHOUT_MATRICES
-    return rule
+    replaceable = isinstance(optimizer, torch.optim.SGD) and max(shapes, default=0) > 1
+    return WITHOUT_MATRICES if rule.method == "lars" and not replaceable else rule
 
 
 def _method(
@@ -219,21 +236,13 @@ def _method(
 ) -> Method:
     if not isinstance(method, str):
         return method
-    defaults: dict[str, Any] = {}
-    if method == "auto":
-        family: Family = "adaptive" if ignores_gradient_scale(optimizer) else "sgd"
-        rule = _rule(family, plan.ratio, optimizer)
-        method = rule.method
-        defaults = dict(rule.settings)
-        if settings and method == "plain":
-            # settings such as a clip hold at the reference batch too, where the rule is plain
-            method = "scaling_clip"
-            defaults = {"max_norm": None}
     if not epochs_known and (settings.get("warmup_epochs") or 0) > 0:
         raise InvalidInputError(
             f"warmup_epochs={settings['warmup_epochs']:g} says nothing without steps_per_epoch: "
             "give both"
         )
+    if method == "auto":
+        method, settings = _automatic(optimizer, plan.ratio, settings)
     if not epochs_known and has_warmup(method):
-        defaults["warmup_epochs"] = float(WARMUP_STEPS_WITHOUT_EPOCHS)  # of one step each
-    return build_method(method, **{**defaults, **settings})
+        settings.setdefault("warmup_epochs", float(WARMUP_STEPS_WITHOUT_EPOCHS))  # of one step each
+    return build_method(method, **settings)

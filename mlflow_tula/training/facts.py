@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from mlflow_tula.errors import InvalidInputError
+from mlflow_tula.errors import InvalidInputError, UnknownNameError
 from mlflow_tula.specs import DeviceType, Spec, check_choice, check_int, check_real
 from mlflow_tula.training.plans import BatchPlan as BatchPlan
 from mlflow_tula.workloads.job import Job
@@ -40,6 +40,31 @@ EventKind = Literal["started", "steps", "epoch", "checkpoint", "warning", "finis
 StopReason = Literal["completed", "target_accuracy", "max_steps", "time_limit"]
 ScalingRule = Literal["sqrt", "linear", "none"]
 
+AUTO = "auto"
+CLASSIC_METHOD = "sqrt_clip"
+METHODS = (
+    AUTO,
+    "adascale",
+    "ags",
+    "constant_scaling",
+    "extrapolation",
+    "lamb",
+    "lars",
+    "lars_clip",
+    "linear_scaling",
+    "plain",
+    "sam",
+    "scaling_autoclip",
+    "scaling_clip",
+    CLASSIC_METHOD,
+    "sqrt_scaling",
+    "static_scaling",
+)
+"""What a training can be done with: the recipe's rule, and those of the catalogue that keep one
+batch size and one model on all ranks. Spelled out, so that naming one does not import torch."""
+OTHER_METHODS = ("batch_growth", "batch_warmup", "post_local_sgd")
+"""Of the catalogue, and for `tula compare` and loops of your own."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule(Spec):
@@ -50,11 +75,14 @@ class Schedule(Spec):
         lr(t) = peak * (f + (1 - f) (1 + cos(pi (t - W) / (T - W))) / 2)         otherwise
         gradient <- gradient * min(1, clip_norm / norm)
 
-    The job's learning rate is the one for `reference_batch_size`. The square root with warm-up
-    and a clip at 1 never diverged where linear scaling did (docs/method.md); f
-    is `final_factor`, T the steps of all epochs. `clip_norm` 0 leaves gradients as they are.
+    The job's learning rate is the one for `reference_batch_size`. f is `final_factor`, T the steps
+    of all epochs. `clip_norm` 0 leaves gradients as they are. `scaling` and `clip_norm` are those
+    of method `sqrt_clip`; every other `method` sets peak rate and clip by itself (training/
+    method.py), with `method_settings` in place of its own, and has warm-up and decay in common.
     """
 
+    method: str = CLASSIC_METHOD
+    method_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scaling: ScalingRule = "sqrt"
     reference_batch_size: int = 64
     warmup_share: float = 0.1
@@ -64,6 +92,14 @@ class Schedule(Spec):
     def __post_init__(self) -> None:
         """Check every field once."""
         check_choice("scaling rule", self.scaling, ScalingRule)
+        if self.method in OTHER_METHODS:
+            raise InvalidInputError(
+                f"method {self.method} changes the batch size or parts the ranks' models, which "
+                "`tula train` does not: use it in your own loop (mlflow_tula.methods) or compare "
+                "it with `tula compare`"
+            )
+        if self.method not in METHODS:
+            raise UnknownNameError("method", self.method, METHODS)
         check_int("reference_batch_size", self.reference_batch_size)
         for name in ("warmup_share", "final_factor", "clip_norm"):
             check_real(name, getattr(self, name))
@@ -289,6 +325,36 @@ class TrainRequest(Spec):
         if self.job.learning_rate is None and rate is not None:
             object.__setattr__(self, "job", self.job.replace(learning_rate=rate))
         check_choice("device type", self.device_type, DeviceType)
+        self._check_method()
+
+    def _check_method(self) -> None:
+        """Refuse a method that needs what this training does not have."""
+        method, job, plan = self.schedule.method, self.job, self.plan
+        if method in ("sam", "extrapolation") and job.precision == "fp16":
+            raise InvalidInputError(
+                f"method {method} takes a gradient at a second point, which a GradScaler cannot "
+                "follow: train in bf16 or fp32"
+            )
+        if method == "adascale" and plan.world_size * plan.accumulation_steps < 2:
+            raise InvalidInputError(
+                "method adascale compares the gradients of at least 2 ranks or accumulation "
+                "passes, and this training has 1: give more of either"
+            )
+        if job.strategy == "fsdp" and method not in (AUTO, CLASSIC_METHOD):
+            raise InvalidInputError(
+                f"method {method} needs whole gradients on every rank: train with strategy 'ddp'"
+            )
+        if job.strategy == "fsdp" and self.schedule.method_settings:
+            raise InvalidInputError(
+                f"strategy 'fsdp' trains with method {CLASSIC_METHOD}, which takes no settings: "
+                "train with strategy 'ddp'"
+            )
+        by_hook = method in ("adascale", "extrapolation") and plan.world_size > 1
+        if by_hook and job.gradient_compression is not None:
+            raise InvalidInputError(
+                f"method {method} looks at the ranks' own gradients, and so does "
+                f"gradient_compression={job.gradient_compression!r}: take one of the two"
+            )
 
     @property
     def peak_learning_rate(self) -> float:

@@ -174,10 +174,12 @@ class TrainLoop:
         share = self._setup.batches.share(self._at.step_in_epoch)
         recipe.begin_step(self._at.step)
 
+        kept = [next(passes) for _ in share.passes] if recipe.needs_closure else None
+
         def forward_and_backward() -> Tensor:
             total = torch.zeros((), device=self._peers.device)
             for number, (first, end) in enumerate(share.passes, start=1):
-                inputs, labels = next(passes)
+                inputs, labels = next(passes) if kept is None else kept[number - 1]
                 weight = (end - first) / share.samples
                 last = number == len(share.passes)
                 with synchronised(self._setup.replica, last=last):
@@ -186,6 +188,8 @@ class TrainLoop:
                     self._backward(
                         recipe.scaler.scale(loss * (weight * self._peers.world_size)), last=last
                     )
+                if recipe.after_backward is not None:
+                    recipe.after_backward()
                 total += loss.detach() * weight
             return total
 

@@ -7,7 +7,7 @@
 
 Learning rate by `Schedule`: scaled by the batch size, warmed up, cosine; the gradient's norm is
 measured after all-reduce, accumulation and unscaling and before the clip, and its variability
-followed. Another recipe (a large-batch method) replaces this one by having the same two methods.
+followed. This is method `sqrt_clip`; the others are recipes of method.py, with the same face.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ _BATCH_NORM_WINDOWS = 10
 
 class Recipe:
     """Steps an optimizer; `gradient_norm` and `gradient_variability` tell of the last step."""
+
+    needs_closure: bool = False
+    """Whether a step may run `forward_and_backward` twice, on the same batch."""
+    after_backward: Callable[[], None] | None = None
+    """To be called after every backward pass of an accumulation; None: nothing."""
 
     def __init__(
         self,
@@ -60,6 +65,14 @@ class Recipe:
     def learning_rate(self) -> float:
         """That of the first parameter group, as it is now."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def words(self) -> str:
+        """How it steps, for people."""
+        return f"peak learning rate {max(self._rates) * self._factor:.3g}"
+
+    def attach(self, replica: nn.Module) -> None:
+        """Called once with the model that is trained, distributed where it is."""
 
     def begin_step(self, step: int) -> None:
         """Set the learning rate of optimizer step `step`, counted from 0 over all epochs."""

@@ -107,13 +107,14 @@ def set_up(request: TrainRequest, peers: Peers) -> Setup:
     import torch
 
     from mlflow_tula.training.loop import Setup
-    from mlflow_tula.training.recipe import build_recipe, shorten_batch_norm_memory
+    from mlflow_tula.training.method import make_recipe
+    from mlflow_tula.training.recipe import shorten_batch_norm_memory
     from mlflow_tula.training.sharding import EvaluationBatches, ShardedBatches
     from mlflow_tula.workloads.datasets import build_datasets
     from mlflow_tula.workloads.losses import build_loss
     from mlflow_tula.workloads.models import build_model, has_batch_norm
     from mlflow_tula.workloads.optimizers import build_optimizer
-    from mlflow_tula.workloads.parallel import replicate
+    from mlflow_tula.workloads.parallel import compress_gradients, ddp_options, replicate
 
     job, plan, device = request.job, request.plan, peers.device
     data = build_datasets(job)
@@ -137,8 +138,23 @@ def set_up(request: TrainRequest, peers: Peers) -> Setup:
     )
     # After the model is built: ranks share their first weights, and not their dropout masks.
     torch.manual_seed((job.seed * _SEED_STRIDE + peers.rank) % 2**63)
-    replica = replicate(model, strategy=job.strategy, world_size=plan.world_size, device=device)
+    replica = replicate(
+        model,
+        strategy=job.strategy,
+        world_size=plan.world_size,
+        device=device,
+        **ddp_options(job),
+    )
+    compress_gradients(replica, job)
     optimizer = build_optimizer(job, (p for p in model.parameters() if p.requires_grad))
+    recipe = make_recipe(
+        request,
+        optimizer,
+        total_steps=total_steps,
+        steps_per_epoch=batches.steps_per_epoch,
+        device=device,
+    )
+    recipe.attach(replica)
     return Setup(
         plan=plan,
         epochs=request.epochs,
@@ -148,21 +164,14 @@ def set_up(request: TrainRequest, peers: Peers) -> Setup:
         model=model,
         replica=replica,
         loss=build_loss(job),
-        recipe=build_recipe(
-            optimizer,
-            request.schedule,
-            plan,
-            total_steps=total_steps,
-            device=device,
-            fp16=job.precision == "fp16",
-        ),
+        recipe=recipe,
         batches=batches,
         train_loader=_loader(request, data, batches),
         test_loader=_loader(request, data, test),
         num_test_batches=test.num_real,
         strategy=job.strategy,
         autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision),
-        description=_description(request, data, device, momentum),
+        description=_description(request, data, device, momentum, recipe.words),
     )
 
 
@@ -189,14 +198,17 @@ def _loader(
 
 
 def _description(
-    request: TrainRequest, data: Datasets, device: torch.device, momentum: float | None
+    request: TrainRequest,
+    data: Datasets,
+    device: torch.device,
+    momentum: float | None,
+    recipe: str,
 ) -> str:
     """One line: what is trained on what, and what was changed on the way."""
     plan = request.plan
     text = (
         f"{request.job.model_name} on {data.train_size} samples of {request.job.dataset_name}, "
-        f"batch {plan.words} on {device.type} ({plan.source}), peak learning rate "
-        f"{request.peak_learning_rate:.3g}"
+        f"batch {plan.words} on {device.type} ({plan.source}), {recipe}"
     )
     if request.job.strategy != "ddp" and plan.world_size > 1:
         text += f", {request.job.strategy}"
