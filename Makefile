@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check docs test test-slow test-all bench accuracy accuracy-generalization distributed readme reliability clean
+.PHONY: help env fix check security docs test test-slow test-all bench accuracy accuracy-generalization cold-start distributed readme reliability clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -29,7 +29,12 @@ check: $(READY)  ## ruff, mypy strict, import contracts, generated files
 	$(BIN)/ruff format --check mlflow_tula tests benchmarks examples docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive mlflow_tula
 	$(BIN)/python docs/generate.py --check
+
+security: $(READY)  ## bandit, the security tests, and pip-audit (asks PyPI's database)
+	$(BIN)/python -m pytest tests/test_security.py
+	$(BIN)/python benchmarks/reliability/audit.py
 
 docs: $(READY)  ## docs/cli.md and MLproject from the command line's own help
 	$(BIN)/python docs/generate.py
@@ -79,7 +84,7 @@ accuracy-generalization: $(READY)  ## large-batch methods on three real datasets
 	$(BIN)/python benchmarks/generalization.py both
 
 # Scripts that take --short and write build/reliability/<part>.jsonl (benchmarks/reliability/facts.py).
-RELIABILITY := $(addprefix benchmarks/reliability/,crash.py stores.py soak.py)
+RELIABILITY := $(addprefix benchmarks/reliability/,crash.py stores.py soak.py fuzz.py determinism.py guards.py audit.py)
 
 reliability: $(READY)  ## [SHORT=1]: kill, starve, fuzz, soak; a full one fills docs/reliability.md
 	rm -rf build/reliability && mkdir -p build/reliability
@@ -87,6 +92,11 @@ reliability: $(READY)  ## [SHORT=1]: kill, starve, fuzz, soak; a full one fills 
 	$(BIN)/python benchmarks/reliability/report.py --markdown build/reliability/report.md; code=$$?; \
 		$(if $(SHORT),,$(BIN)/python docs/sections.py docs/reliability.md \
 		campaign=build/reliability/report.md;) exit $$code
+
+cold-start: $(READY)  ## docs/accuracy.md: models predicted from the profiles of others
+	mkdir -p build
+	$(BIN)/python benchmarks/cold_start.py --markdown build/cold-start.md
+	$(BIN)/python docs/sections.py docs/accuracy.md cold-start=build/cold-start.md
 
 clean:  ## caches and build outputs, never the environment or the store
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

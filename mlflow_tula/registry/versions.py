@@ -73,10 +73,11 @@ class Comparison(Spec):
 def registered_name(text: str) -> str:
     """A registered name in full, from itself or from `model/dataset` (this machine's hardware)."""
     text = text.strip().removeprefix("models:/").split("@")[0]
-    if re.fullmatch(r"tula(\.[a-z0-9_-]+){1,6}", text) and len(text) <= MAX_NAME:
+    full = text.startswith("tula.")
+    if full and re.fullmatch(r"tula(\.[a-z0-9_-]+){1,6}", text) and len(text) <= MAX_NAME:
         return text
     model, separator, dataset = text.replace("/", ".", 1).partition(".")
-    if not separator or not model or not dataset:
+    if full or not separator or not model or not dataset:
         raise InvalidInputError(
             f"a registered predictor is named tula.<model>.<dataset>.<hardware>, or model/dataset "
             f"for this machine, not {shown(text)}"
