@@ -259,7 +259,8 @@ class Workload(Spec):
 
     `dataset_size` counts training samples. `num_parameters` (where known) gives the bytes that
     an all-reduce moves. `variant` names what else sets two workloads of one model and dataset
-    apart (`64px`, `adam`); it becomes part of the registered name.
+    apart (`64px`, `adam`); it becomes part of the registered name. `block_parameters` are those of
+    the largest of the `num_blocks` that FSDP puts together one after the other.
     """
 
     model: str
@@ -274,6 +275,8 @@ class Workload(Spec):
     num_parameters: int | None = None
     batch_norm: bool = False
     variant: str = ""
+    block_parameters: int | None = None
+    num_blocks: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field once."""
@@ -286,7 +289,13 @@ class Workload(Spec):
         check_text("variant", self.variant)
         check_flag("drop_last", self.drop_last)
         check_flag("batch_norm", self.batch_norm)
-        for name in ("image_size", "num_classes", "num_parameters"):
+        for name in (
+            "image_size",
+            "num_classes",
+            "num_parameters",
+            "block_parameters",
+            "num_blocks",
+        ):
             if getattr(self, name) is not None:
                 self._take_int(name)
 
@@ -294,6 +303,28 @@ class Workload(Spec):
     def gradient_bytes(self) -> int | None:
         """Bytes of one full gradient in fp32 (DDP reduces in the parameters' type), or None."""
         return None if self.num_parameters is None else 4 * self.num_parameters
+
+    @property
+    def sync_bytes(self) -> int | None:
+        """Bytes of the all-reduce that costs as much as a step's communication, or None.
+
+        DDP all-reduces a gradient: twice its bytes on the way. FSDP gathers the parameters in the
+        forward and in the backward pass and reduces and scatters the gradient: three times.
+        """
+        bytes_ = self.gradient_bytes
+        return bytes_ if bytes_ is None or self.strategy == "ddp" else 3 * bytes_ // 2
+
+    @property
+    def sharded_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state that FSDP's ranks share; else 0.
+
+        Momentum is one number a parameter, Adam's moments are two.
+        """
+        if self.strategy != "fsdp" or self.gradient_bytes is None:
+            return 0
+        states = 2 if "adam" in self.optimizer.lower() else 1
+        states -= "no-momentum" in self.variant
+        return (2 + states) * self.gradient_bytes
 
     @property
     def slug(self) -> str:

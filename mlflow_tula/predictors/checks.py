@@ -251,7 +251,11 @@ _STEP_TIME = fields(
         "intra_node": _TIER,
         "inter_node": _TIER,
     },
-    {**_NOTES, "leave_one_out_coverage": maybe(number(0.0, 1.0))},
+    {
+        **_NOTES,
+        "leave_one_out_coverage": maybe(number(0.0, 1.0)),
+        "sync_every_pass": flag,
+    },
 )
 _PROBE = fields(
     {
@@ -281,7 +285,7 @@ _MEMORY = fields(
         "limit_is_shared": flag,
         "probes": items(_PROBE),
     },
-    {**_NOTES, "counted_batch_size": number(0.0, 1e12)},
+    {**_NOTES, "counted_batch_size": number(0.0, 1e12), "shared_bytes": _BYTES},
 )
 _EPOCHS = number(0.0, 1e18, above=True)
 _PROCESS = fields(

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -65,11 +65,12 @@ class MemoryProbe(Spec):
 class MemoryPredictor:
     """Peak bytes of a rank against the local batch size, and the map of feasibility.
 
-        peak(b, n) = convex(b) + copy [n > 1]
+        peak(b, n) = convex(b) + (copy - shared (n - 1) / n) [n > 1]
 
     convex: straight lines through `batch_sizes`, `peak_bytes`; past the largest `slope_bytes` a
     sample, times `bend_factor` past `bend_batch_size`. copy: `copy_bytes` of gradients, DDP's
-    buckets. `identified` is False where the readings are flat or there is one size only: then
+    buckets, or FSDP's largest block. shared: `shared_bytes` that FSDP's ranks share, 0 under DDP.
+    `identified` is False where the readings are flat or there is one size only: then
     the interval runs from "the batch takes nothing" to "it takes all". Valid up to 4x the
     largest batch size that ran (or `counted_batch_size`, of a model that never ran here); further
     out nothing is said to fit.
@@ -88,6 +89,7 @@ class MemoryPredictor:
     jump: float = 1.0
     copy_bytes: float = 0.0
     copy_sd_bytes: float = 0.0
+    shared_bytes: float = 0.0
     counted_batch_size: float = 0.0
     limit_bytes: float
     limit_is_shared: bool = False
@@ -128,6 +130,7 @@ class MemoryPredictor:
             **_copy(table, copy, sizes, peaks, float(curve["slope_bytes"])),
             **_errors(table, sizes, peaks),
             jump=1.0 if table.hardware.device_type == "cpu" else JUMP,
+            shared_bytes=float(table.workload.sharded_bytes),
             limit_bytes=float(table.hardware.device_memory_bytes),
             limit_is_shared=table.hardware.device_type == "cpu",
             probes=tuple(probe_of(row) for row in table.measurements),
@@ -137,8 +140,9 @@ class MemoryPredictor:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         data = dataclasses.asdict(self)
-        if not self.counted_batch_size:
-            del data["counted_batch_size"]
+        for name in ("counted_batch_size", "shared_bytes"):
+            if not data[name]:
+                del data[name]
         return {key: list(item) if isinstance(item, tuple) else item for key, item in data.items()}
 
     @classmethod
@@ -153,6 +157,7 @@ class MemoryPredictor:
             fields["probes"] = tuple(MemoryProbe.from_dict(one) for one in fields.get("probes", ()))
             fields["warnings"] = tuple(str(text) for text in fields.get("warnings", ()))
             fields.setdefault("counted_batch_size", 0.0)
+            fields.setdefault("shared_bytes", 0.0)
             for name in _NUMBERS:
                 fields[name] = float(fields[name])
             made = cls(**fields)
@@ -205,19 +210,24 @@ def probe_of(row: Measurement) -> MemoryProbe:
     )
 
 
-def _readings(rows: Sequence[Measurement], many: bool) -> dict[int, list[int]]:
-    """Peaks by local batch size, of one rank (`many` False) or of several. Zero is no reading."""
+def _readings(table: ProfileTable, many: bool) -> dict[int, list[int]]:
+    """Peaks by local batch size, of one rank (`many` False) or of several. Zero is no reading.
+
+    What FSDP's ranks share is added back, so that all numbers of ranks can be compared.
+    """
     found: dict[int, list[int]] = {}
-    for row in rows:
+    shared = {"shared_bytes": table.workload.sharded_bytes}
+    for row in table.ok:
         if row.peak_memory_bytes and (row.world_size > 1) == many:
-            found.setdefault(row.local_batch_size, []).append(row.peak_memory_bytes)
+            saved = int(formulas.saved_bytes(shared, np.array(row.world_size)))
+            found.setdefault(row.local_batch_size, []).append(row.peak_memory_bytes + saved)
     return found
 
 
 def _points(table: ProfileTable) -> tuple[Array, Array, Array]:
     """Measured (sizes, peaks) of one rank alone, the largest of repeats, and measured copies."""
-    alone = {size: max(seen) for size, seen in _readings(table.ok, False).items()}
-    many = {size: max(seen) for size, seen in _readings(table.ok, True).items()}
+    alone = {size: max(seen) for size, seen in _readings(table, False).items()}
+    many = {size: max(seen) for size, seen in _readings(table, True).items()}
     points = {size: float(peak) for size, peak in sorted(alone.items())}
     shared = [size for size in many if points and min(points) <= size <= max(points)]
     copies = np.array([many[size] for size in shared], float)
@@ -243,7 +253,7 @@ def _copy(
     counted = counted_copy(table)
     if counted is not None:
         return {"copy_bytes": counted, "copy_sd_bytes": COPY_SPREAD * counted}
-    only_many = not _readings(table.ok, False)
+    only_many = not _readings(table, False)
     if not len(sizes) or only_many:
         return {"copy_bytes": 0.0, "copy_sd_bytes": 0.0}
     copy = UNKNOWN_COPY * max(float(peaks[0] - slope * sizes[0]), 0.0)
@@ -328,7 +338,7 @@ def _errors(table: ProfileTable, sizes: Array, peaks: Array) -> dict[str, Any]:
     usual = RESIDENT_SD if table.hardware.device_type == "cpu" else REPEAT_SD
     squares, count = 2 * usual**2, 2.0
     for many in (False, True):
-        for seen in _readings(table.ok, many).values():
+        for seen in _readings(table, many).values():
             squares += float(np.sum(np.log(np.array(seen) / np.mean(seen)) ** 2))
             count += len(seen) - 1
     down, up, steps = PRIOR_STEPS * DOWN_SD**2, PRIOR_STEPS * UP_SD**2, PRIOR_STEPS

@@ -1,14 +1,16 @@
 """Peak memory of a rank against the local batch size. Numpy only: shipped with registered models.
 
-    peak(b, n) = convex(b) + copy [n > 1]
+    peak(b, n) = convex(b) + (copy - shared (n - 1) / n) [n > 1]
 
 `convex` joins the measured points; past the largest it goes on at the last slope, times the bend
-that small probes cannot have seen. `copy` is DDP's bucket copy of the gradients. Bytes.
+that small probes cannot have seen. `copy` is DDP's bucket copy of the gradients, and `shared` is
+nothing. Under FSDP `shared` are parameters, gradients and optimizer state, of which each rank
+holds its n-th part, and `copy` the largest block, which is whole while it computes. Bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -85,8 +87,16 @@ def peak_memory(
         upper = np.minimum(upper, np.maximum(ceiling * np.exp(half * params["relative_sd"]), alone))
     copy, doubt = params["copy_bytes"], half * params["copy_sd_bytes"]
     many = np.asarray(world_size) > 1
-    lower = lower + many * max(copy - doubt, 0.0)
-    return alone + many * copy, lower, upper + many * (copy + doubt)
+    saved = saved_bytes(params, world_size)
+    lower = np.maximum(lower + many * max(copy - doubt, 0.0) - saved, many * copy)
+    value = np.maximum(alone + many * copy - saved, many * copy)
+    return value, np.minimum(lower, value), np.maximum(upper + many * (copy + doubt) - saved, value)
+
+
+def saved_bytes(params: Mapping[str, Any], world_size: Array) -> Array:
+    """What a rank need not hold since FSDP's ranks share it; nothing under DDP."""
+    ranks = np.asarray(world_size, float)
+    return np.asarray(float(params.get("shared_bytes", 0.0)) * (1.0 - 1.0 / ranks))
 
 
 def _neighbouring_peaks(params: Mapping[str, Any], batch: Array) -> tuple[Array, Array]:
@@ -132,7 +142,9 @@ def feasible(
     memory of the device the table was measured on; a CPU's is shared by the node's ranks.
     """
     batch = np.asarray(local_batch_size, float)
-    many = np.broadcast_to(np.asarray(world_size) > 1, batch.shape)
+    ranks = np.broadcast_to(np.asarray(world_size, float), batch.shape)
+    if not params.get("shared_bytes"):
+        ranks = np.minimum(ranks, 2.0)  # one alone or several: DDP's map knows no more
     limit = np.full(batch.shape, memory_limit_bytes or params["limit_bytes"], float)
     if memory_limit_bytes is None and params["limit_is_shared"]:
         limit = limit / np.asarray(devices_per_node, float)
@@ -140,19 +152,21 @@ def feasible(
     stated = memory_limit_bytes is not None and memory_limit_bytes < params["limit_bytes"]
     fits = np.zeros(batch.shape, bool)
     reason = np.empty(batch.shape, object)
-    for one in (False, True):
-        rows = many == one
-        if rows.any():
-            fits[rows], reason[rows] = _feasible_here(params, batch[rows], one, limit[rows], stated)
+    for count in np.unique(ranks):
+        rows = ranks == count
+        fits[rows], reason[rows] = _feasible_here(params, batch[rows], count, limit[rows], stated)
     return fits, reason
 
 
 def _feasible_here(
-    params: Mapping[str, Any], batch: Array, many: bool, limit: Array, stated: bool
+    params: Mapping[str, Any], batch: Array, ranks: float, limit: Array, stated: bool
 ) -> tuple[NDArray[np.bool_], NDArray[np.object_]]:
-    """The verdicts for one rank alone, or for several: two maps that differ by DDP's copy."""
-    known, state, peaks = _map(params["probes"], many)
-    value, _, upper = peak_memory(params, batch, np.full(batch.shape, 2 if many else 1), FITS_LEVEL)
+    """The verdicts for one rank alone, or for several: two maps that differ by DDP's copy.
+
+    Under FSDP every number of ranks has a map of its own.
+    """
+    known, state, peaks = _map(params, ranks)
+    value, _, upper = peak_memory(params, batch, np.full(batch.shape, ranks), FITS_LEVEL)
     here = np.isin(batch, known)
     at = np.where(here, np.searchsorted(known, batch), -1)
     found = np.where(here, np.append(state, "")[at], "")
@@ -215,17 +229,28 @@ def _shown_limit(params: Mapping[str, Any], batch: Array) -> Array:
     return np.maximum(bound[np.searchsorted(sizes, batch)], max(ran, default=0.0))
 
 
-def _map(probes: Sequence[Mapping[str, Any]], many: bool) -> tuple[Array, NDArray[np.str_], Array]:
+def _map(params: Mapping[str, Any], ranks: float) -> tuple[Array, NDArray[np.str_], Array]:
     """Sizes that were run, in order, with what became of them and their largest peak.
 
-    One rank and several are two maps; where only the other one knows a size, it speaks.
+    One rank and several are two maps; where only the other one knows a size, it speaks. Under
+    FSDP more ranks take less memory each: what ran on fewer runs, what ran out on more runs out,
+    and nothing else is told by another number.
     """
     states: dict[float, str] = {}
     peaks: dict[float, float] = {}
-    for probe in sorted(probes, key=lambda p: (p["world_size"] > 1) == many):
+    sharded = bool(params.get("shared_bytes"))
+
+    def here(probe: Mapping[str, Any]) -> bool:
+        if sharded:
+            return bool(probe["world_size"] == ranks)
+        return bool((probe["world_size"] > 1) == (ranks > 1))
+
+    for probe in sorted(params["probes"], key=here):
         size, status = float(probe["local_batch_size"]), probe["status"]
-        same = (probe["world_size"] > 1) == many
-        if not same:
+        if not here(probe):
+            fewer = probe["world_size"] < ranks
+            if sharded and status != FAILED and (status == OK) != fewer:
+                continue
             status = {OK: OK_ELSEWHERE, OOM: OOM_ELSEWHERE}.get(status, FAILED_ELSEWHERE)
         elif probe["peak_bytes"] is not None:
             peaks[size] = max(peaks.get(size, 0.0), float(probe["peak_bytes"]))

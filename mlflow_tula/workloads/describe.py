@@ -8,6 +8,7 @@ from mlflow_tula.workloads.job import Job, import_path_name
 from mlflow_tula.workloads.losses import build_loss
 from mlflow_tula.workloads.models import build_model, has_batch_norm, num_parameters
 from mlflow_tula.workloads.optimizers import build_optimizer
+from mlflow_tula.workloads.parallel import blocks, largest_block
 
 
 def describe(job: Job, datasets: Datasets | None = None) -> Workload:
@@ -33,4 +34,6 @@ def describe(job: Job, datasets: Datasets | None = None) -> Workload:
         num_parameters=num_parameters(model),
         batch_norm=has_batch_norm(model),
         variant=job.variant,
+        block_parameters=largest_block(model) if job.strategy == "fsdp" else None,
+        num_blocks=len(blocks(model)) + 1 if job.strategy == "fsdp" else None,
     )
