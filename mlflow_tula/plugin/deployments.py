@@ -189,7 +189,7 @@ def _decide(bundle: Any, frame: pd.DataFrame) -> pd.DataFrame:
     import pandas as pd
 
     from mlflow_tula.errors import InvalidInputError
-    from mlflow_tula.serving.questions import Question, answer_row, numbered, records
+    from mlflow_tula.serving.questions import Question, answer_row, records
 
     questions = records(frame) or [{}]
     rows = []
@@ -197,7 +197,9 @@ def _decide(bundle: Any, frame: pd.DataFrame) -> pd.DataFrame:
         try:
             rows.append(answer_row(Question.from_record(record, also=_BATCH).decide(bundle)))
         except InvalidInputError as error:
-            raise InvalidInputError(numbered(error, position, questions)) from error
+            if len(questions) == 1:
+                raise
+            raise InvalidInputError(f"question {position + 1}: {error}") from error
     return pd.DataFrame(rows, index=frame.index if len(frame) else None)
 
 

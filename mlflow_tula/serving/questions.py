@@ -8,7 +8,7 @@ is refused, as are NaN and infinity.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -266,8 +266,3 @@ def answer_row(choice: Recommendation) -> dict[str, Any]:
         | {name: getattr(point, name) for name in CHOICE}
         | {"reasons": list(choice.reasons), "warnings": list(choice.warnings)}
     )
-
-
-def numbered(error: InvalidInputError, position: int, questions: Sequence[Any]) -> str:
-    """The sentence of a refused question, with its number where there are several."""
-    return f"question {position + 1}: {error}" if len(questions) > 1 else str(error)

@@ -17,7 +17,7 @@ from typing import Any
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.recommend import Recommendation
 from mlflow_tula.serving.catalogue import Catalogue, Champion
-from mlflow_tula.serving.questions import FIELDS, MAX_QUESTIONS, Question, answer_row, numbered
+from mlflow_tula.serving.questions import FIELDS, MAX_QUESTIONS, Question, answer_row
 from mlflow_tula.specs import check_name, slugify
 
 WHO: dict[str, str] = {
@@ -77,7 +77,9 @@ class Recommender:
             try:
                 rows.append(self._answer(request))
             except InvalidInputError as error:
-                raise InvalidInputError(numbered(error, position, requests)) from error
+                if len(requests) == 1:
+                    raise
+                raise InvalidInputError(f"question {position + 1}: {error}") from error
         return rows
 
     def decide(self, request: Mapping[str, Any]) -> Decision:
