@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import mlflow
 import pandas as pd
 import pytest
+import sqlalchemy.exc
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
 
@@ -127,6 +129,11 @@ def test_refusals_are_not_absences():
     assert is_away(mlflow.MlflowException("API request to http://h failed with exception x"))
     assert not is_away(mlflow.MlflowException("No such run"))
     assert not is_away(ValueError("Connection"))
+    for words, away in (("database is locked", True), ("database or disk is full", False)):
+        error = sqlalchemy.exc.OperationalError("INSERT", {}, sqlite3.OperationalError(words))
+        wrapped = mlflow.MlflowException(str(error))
+        wrapped.__cause__ = error
+        assert is_away(wrapped) is away
 
 
 def be_killed_in(folder: Path, **request: object) -> str:

@@ -25,8 +25,8 @@ def is_away(error: BaseException | None) -> bool:
         if where in {"requests", "urllib3"} and ("Connection" in kind.__name__ or _says(error)):
             return True
         if where == "sqlalchemy" and kind.__name__ in {"OperationalError", "InterfaceError"}:
-            # A full disk comes as an OperationalError as well, and waiting does not mend it.
-            return "disk" not in str(error) and "readonly" not in str(error)
+            # Of a file: another writer. A full disk or a missing table does not mend itself.
+            return "sqlite3" not in str(error) or "locked" in str(error)
         if isinstance(error, MlflowException) and _says(error):
             return True
         error = error.__cause__ or error.__context__
