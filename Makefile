@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check security docs test test-slow test-all bench accuracy accuracy-generalization cold-start distributed readme reliability clean
+.PHONY: help env fix check security docs test test-slow test-all bench bench-serving accuracy accuracy-generalization cold-start distributed readme reliability clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,10 @@ distributed: $(READY)  ## root: two hosts over slow links on this machine, into 
 	$(BIN)/python benchmarks/distributed.py measure
 	$(BIN)/python benchmarks/distributed.py report --markdown build/distributed.md
 	$(BIN)/python docs/sections.py docs/distributed.md figures=build/distributed.md
+
+bench-serving: $(READY)  ## served decisions with 1,000 predictors: latency, memory, new champions
+	$(BIN)/python benchmarks/serving.py --markdown build/serving.md
+	$(BIN)/python docs/sections.py docs/mlflow.md serving=build/serving.md
 
 readme: $(READY)  ## the README's run and figure, from a real run in build/run
 	rm -rf build/run && mkdir -p build/run
