@@ -89,6 +89,46 @@ def test_what_is_done_is_not_done_again(fuzz, tmp_path: Path) -> None:
     assert '"injected": 3' in (tmp_path / "fuzz.jsonl").read_text()
 
 
+# --- options without a value (mlflow 6811: `mlflow run . -P model=`)
+
+
+def test_every_option_refuses_an_empty_value(
+    fuzz, clean_mlflow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fuzz_targets import cli, options_of_commands
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    arguments = {"import": ["x.csv"], "monitor": ["x"]}
+    named = {f"registry {verb}" for verb in ("show", "compare", "promote", "rollback", "prune")}
+    odd = []
+    for verb, names in options_of_commands().items():
+        words = [*verb.split(), *arguments.get(verb, []), *(["a/b"] if verb in named else [])]
+        for name in names:
+            for value in ("", "''"):
+                code, _, err = cli([*words, f"{name}={value}"])
+                if code != 2 or err.count("\n") != 1 or not err.startswith("Error: "):
+                    odd.append((verb, name, value, code, err[:200]))
+    assert odd == []
+    assert list(clean_mlflow.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_mlflow_6811_an_empty_parameter_of_a_project_run(store: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["mlflow", "run", ".", "-e", "recommend", "-P", "model="],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, "MLFLOW_TRACKING_URI": f"sqlite:///{store}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "Error: Invalid value for '--model': '' is empty" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 # --- what the campaign found
 
 
