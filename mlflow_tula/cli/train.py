@@ -10,6 +10,12 @@ import click
 
 from mlflow_tula.cli import options
 from mlflow_tula.cli.cluster import check_fits, cluster_options, joined, launched
+from mlflow_tula.cli.method import (
+    check_training,
+    make_schedule,
+    method_options,
+    method_parameters,
+)
 from mlflow_tula.cli.options import option
 from mlflow_tula.cli.places import check_output, make_place, work_may_fail
 from mlflow_tula.cli.render import note, print_json, seconds
@@ -18,7 +24,7 @@ from mlflow_tula.cli.types import OpenText, Split, count, duration, real, switch
 if TYPE_CHECKING:
     from mlflow_tula.launch.cluster import Cluster
     from mlflow_tula.specs import HardwareSpec
-    from mlflow_tula.training.facts import BatchPlan, TrainResult
+    from mlflow_tula.training.facts import BatchPlan, Schedule, TrainResult
     from mlflow_tula.workloads.job import Job
 
 
@@ -58,6 +64,7 @@ if TYPE_CHECKING:
     "0",
     "Restarts from the last checkpoint when ranks fail, with the same global batch.",
 )
+@method_options
 @option("--train-epochs", count("10"), "10", "Epochs to train.")
 @option(
     "--target-accuracy",
@@ -89,16 +96,19 @@ def command(as_json: bool, **values: Any) -> None:
     \b
     tula train --model resnet18 --train-epochs 10
     tula train --model resnet18 --batch-size 256 --devices 2
+    tula train --model resnet18 --batch-size 512 --method ags --method-settings threshold=0.3
     """
     with joined(values) as cluster:
         values = {**values, **launched(values, cluster)}
         job = options.make_job(values)
+        schedule = make_schedule(values)
         hardware = options.detect_hardware(values["device"])
         folder = options.workload_folder(values, job, hardware) / "training"
         check_output(folder)
         plan = make_plan(values, job, hardware, folder)
+        check_training(job, plan, schedule, values, folder)
         options.use_store(values, write=True)
-        result = run_training(job, plan, hardware, values, folder, cluster)
+        result = run_training(job, plan, hardware, values, folder, cluster, schedule)
     if as_json:
         print_json(result.to_dict())
         return
@@ -183,6 +193,7 @@ def run_training(
     values: dict[str, Any],
     folder: Path,
     cluster: Cluster | None = None,
+    schedule: Schedule | None = None,
 ) -> TrainResult:
     """Train inside an MLflow run; only this process writes to MLflow, never a rank."""
     from mlflow_tula.cli.progress import TrainProgress
@@ -190,10 +201,10 @@ def run_training(
     from mlflow_tula.tracking.system_metrics import system_metrics
     from mlflow_tula.tracking.training_log import TrainingLogger
     from mlflow_tula.tracking.training_page import StepKeeper, log_training_page
-    from mlflow_tula.train import Limits, train
+    from mlflow_tula.train import Limits, Schedule, train
     from mlflow_tula.workloads.describe import describe
 
-    workload = describe(job)
+    workload, schedule = describe(job), schedule or Schedule()
     limits = Limits(target_accuracy=values["target_accuracy"], time_limit_s=values["time_limit"])
     name = f"train {job.workload_slug} batch {plan.global_batch_size}"
     place = make_place(folder, {**values, **plan.to_dict()})
@@ -201,7 +212,8 @@ def run_training(
         work_may_fail() as work,
         start_run(name, command="train", experiment=values["experiment"], place=place) as run,
     ):
-        log_workload(run, workload, hardware, {**plan.to_dict(), "epochs": values["train_epochs"]})
+        facts = {"epochs": values["train_epochs"], **method_parameters(schedule)}
+        log_workload(run, workload, hardware, {**plan.to_dict(), **facts})
         with (
             system_metrics(run, wanted=values["system_metrics"]),
             TrainingLogger(run) as logger,
@@ -213,6 +225,7 @@ def run_training(
                 epochs=values["train_epochs"],
                 output_dir=folder,
                 resume=values["resume"],
+                schedule=schedule,
                 limits=limits,
                 max_restarts=values["max_restarts"],
                 cluster=cluster,

@@ -6,6 +6,7 @@ stay open take the word `auto` (the machine finds it) or `none` (not used); both
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,42 @@ class Words(click.ParamType[Any]):
             if part not in self.known:
                 self.fail(f"{part!r} is not one of {', '.join(self.known)}", param, ctx)
         return tuple(None if word == "none" else word for word in self.known if word in asked)
+
+
+class Assignments(click.ParamType[Any]):
+    """Settings as `name=value,name=value`; `none` becomes an empty dict."""
+
+    name = "settings"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, Any]:
+        """Text to a dict of numbers, true, false, none (the default) or words."""
+        if isinstance(value, dict):
+            return value
+        text = str(value).strip().strip("'\"")
+        if text in ("none", ""):
+            return {}
+        found: dict[str, Any] = {}
+        for part in text.split(","):
+            name, equals, given = (piece.strip() for piece in part.partition("="))
+            if not (name and equals and given) or name in found:
+                self.fail(
+                    f"{part.strip()!r} must be one name=value a setting, each once (for example "
+                    "max_norm=0.5,warmup_epochs=2)",
+                    param,
+                    ctx,
+                )
+            found[name] = _value(given)
+        return found
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 class Split(click.ParamType[Any]):

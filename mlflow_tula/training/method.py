@@ -166,7 +166,7 @@ def _with_warmup(schedule: Schedule, epoch: float) -> Schedule:
 
 
 def resolve_method(schedule: Schedule, batch_size: int, optimizer: Optimizer) -> Method:
-    """The schedule's method; `auto` is the recipe's rule, and up to the reference batch `sqrt_clip`.
+    """The schedule's method; `auto` is the recipe's rule, `sqrt_clip` up to the reference batch.
 
     There the rule is the plain method, and the clip is kept as a guard.
     """
