@@ -128,7 +128,7 @@ class RankGroup:
             "master": master,
             "files": self._files,
         }
-        self._number, self._asked = 0, 0.0
+        self._nodes, self._number, self._asked = nodes, 0, 0.0
         placement = ["--nproc-per-node", str(num_ranks), "--max-restarts", "0"]
         # Else torchrun leaves a folder of its own in the temporary one, every time.
         placement += ["--log-dir", str(self.folder / "elastic")]
@@ -149,6 +149,7 @@ class RankGroup:
         for name, text in self._files.items():
             (self.folder / name).write_text(text)
         if self._cluster is not None:
+            self._refuse_lost_nodes(self._cluster)
             self._number = self._cluster.start(self._description)
         self._memory_kills = memory_kills()
         with (self.folder / "log.txt").open("ab") as log:
@@ -162,6 +163,21 @@ class RankGroup:
                 start_new_session=True,
             )
         return self
+
+    def _refuse_lost_nodes(self, cluster: Cluster) -> None:
+        """Ranks of a node that was lost would be waited for in vain."""
+        if cluster.present >= self._nodes:
+            return
+        names = ", ".join(f"node {node}" for node in sorted(cluster.lost))
+        raise RankFailedError(
+            RankFailure(
+                rank=None,
+                status="failed",
+                kind="lost",
+                message=f"{self._nodes} nodes are needed and {cluster.present} are left: {names} "
+                "gave no sign of life",
+            )
+        )
 
     def poll(self) -> int | None:
         """The agent's exit code, or None while it runs; ranks that failed elsewhere end it."""
