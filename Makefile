@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check security docs test test-slow test-all bench bench-serving accuracy accuracy-generalization cold-start distributed readme reliability clean
+.PHONY: help env fix check security docs test test-slow test-all bench bench-serving accuracy accuracy-generalization cold-start distributed readme reliability clean logging-speed
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,11 @@ bench: $(READY)  ## held-out step times on this machine, and what people wait fo
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/held_out.py --markdown build/held-out.md
 	$(BIN)/python docs/sections.py docs/accuracy.md held-out=build/held-out.md
+
+logging-speed: $(READY)  ## how long a profile of 12 probes takes to log, into docs/mlflow.md
+	mkdir -p build
+	$(BIN)/python benchmarks/logging_speed.py --markdown build/logging.md
+	$(BIN)/python docs/sections.py docs/mlflow.md logging=build/logging.md
 
 accuracy: $(READY)  ## DATA=folder [ADAPTDL=python]: docs/accuracy.md from published measurements
 	mkdir -p build

@@ -108,3 +108,19 @@ def test_knee_rules_compares_both(folder: Path) -> None:
     text = run("knee_rules.py", "--data", folder)
     assert "kneedle" in text
     assert "diminishing_returns" in text
+
+
+@pytest.mark.slow
+def test_logging_speed_prints_a_row_a_store(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "logging_speed.py"), "--repeats", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    # 1: slower than the limit, which a busy machine may be.
+    assert done.returncode in (0, 1), done.stderr
+    assert "| sqlite | " in done.stdout
+    assert "| http | " in done.stdout
