@@ -75,7 +75,9 @@ distributed: $(READY)  ## root: two hosts over slow links on this machine, into 
 	mkdir -p build
 	$(BIN)/python benchmarks/distributed.py measure
 	$(BIN)/python benchmarks/distributed.py report --markdown build/distributed.md
-	$(BIN)/python docs/sections.py docs/distributed.md figures=build/distributed.md
+	$(BIN)/python benchmarks/uneven_ranks.py --markdown build/uneven.md
+	$(BIN)/python docs/sections.py docs/distributed.md figures=build/distributed.md \
+		uneven=build/uneven.md
 
 bench-serving: $(READY)  ## served decisions with 1,000 predictors: latency, memory, new champions
 	$(BIN)/python benchmarks/serving.py --markdown build/serving.md
@@ -93,7 +95,7 @@ accuracy-generalization: $(READY)  ## large-batch methods on three real datasets
 	$(BIN)/python benchmarks/generalization.py both
 
 # Scripts that take --short and write build/reliability/<part>.jsonl (benchmarks/reliability/facts.py).
-RELIABILITY := $(addprefix benchmarks/reliability/,crash.py stores.py soak.py fuzz.py determinism.py guards.py audit.py)
+RELIABILITY := $(addprefix benchmarks/reliability/,crash.py stores.py soak.py fuzz.py determinism.py guards.py audit.py ranks.py)
 
 reliability: $(READY)  ## [SHORT=1]: kill, starve, fuzz, soak; a full one fills docs/reliability.md
 	rm -rf build/reliability && mkdir -p build/reliability
