@@ -14,8 +14,9 @@ import netns
 import pytest
 
 from mlflow_tula.errors import InvalidInputError
-from mlflow_tula.launch.cluster import Cluster, NodeLostError, UnreachableError, exit_code
+from mlflow_tula.launch.cluster import Cluster, NodeLostError, UnreachableError
 from mlflow_tula.launch.place import Place
+from mlflow_tula.launch.ranks import exit_code
 
 FACTS = {"torch's version": "2.9.0", "mlflow_tula's code": "abc"}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
@@ -85,6 +86,8 @@ def joined(values: Mapping[str, Any]) -> Iterator[Cluster | None]:
         check_interface(values["interface"])
         yield None
         return
+    # torch's sockets would add their own lines, one for each try
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from mlflow_tula.launch.cluster import Cluster
 
     with Cluster(
@@ -92,7 +95,10 @@ def joined(values: Mapping[str, Any]) -> Iterator[Cluster | None]:
     ) as cluster:
         cluster.join(handshake(values))
         if not place.leads:
-            sys.exit(cluster.follow())
+            code = cluster.follow()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # at once: a launcher's signal during clean-up would change the code
         yield cluster
 
 

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -33,6 +34,7 @@ from mlflow_tula.errors import InvalidInputError, TulaError, WorkFailedError
 from mlflow_tula.launch.failures import RankFailure
 from mlflow_tula.launch.network import check_interface, interface_towards, interface_variables
 from mlflow_tula.launch.place import Place
+from mlflow_tula.launch.ranks import exit_code
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -45,6 +47,7 @@ JOIN_TIMEOUT_S = 300.0
 LOST_S = 30.0
 """Without a sign of life for so long the other side is taken to be gone."""
 _LEAVE_S = 10.0
+_AFTER_NODE_0_S = 5.0
 _POLL_S = 0.1
 _BEAT_S = 1.0
 
@@ -189,7 +192,7 @@ class Cluster:
             while True:
                 heard += self._obey(store, heard + 1, groups)
                 if self._code is not None:
-                    store.set(f"left-{self._number(self.place)}", "1")
+                    self._let_node_0_end(store, self._code)
                     return self._code
                 self._report(store, groups)
                 time.sleep(_POLL_S)
@@ -201,6 +204,17 @@ class Cluster:
             for group in groups.values():
                 group.close()
                 shutil.rmtree(group.folder, ignore_errors=True)
+
+    def _let_node_0_end(self, store: Store, code: int) -> None:
+        """Give node 0 the time to say its line: torchrun ends all when the first has failed.
+
+        It ends them by SIGTERM, and this process knows its exit code already.
+        """
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
+        store.set(f"left-{self._number(self.place)}", "1")
+        if code and self.place.launcher == "torchrun":
+            time.sleep(_AFTER_NODE_0_S)
 
     def _obey(self, store: Store, number: int, groups: dict[int, RankGroup]) -> int:
         """Carry out what node 0 said as `number`, if it said that much; how many words that was."""
@@ -377,16 +391,3 @@ class Cluster:
         if self.place.leads:
             self.leave(exit_code(error))
         self._stopped.set()
-
-
-def exit_code(error: BaseException | None) -> int:
-    """The exit code of the process that ends with this exception."""
-    if error is None:
-        return 0
-    if isinstance(error, TulaError):
-        return error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    return int(getattr(error, "exit_code", 1))

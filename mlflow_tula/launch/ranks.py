@@ -105,3 +105,16 @@ def signal_all(processes: Sequence[psutil.Process], number: int) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
             process.send_signal(number)
+
+
+def exit_code(error: BaseException | None) -> int:
+    """The exit code of the process that ends with this exception."""
+    if error is None:
+        return 0
+    if isinstance(error, TulaError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    return int(getattr(error, "exit_code", 1))

@@ -43,10 +43,9 @@ def advise(request: Request, chosen: CurvePoint) -> tuple[str, ...]:
             found.append(f"bf16 gradient compression does not pay here ({saved:+.1%} of a step)")
     per_sample = now / chosen.global_batch_size
     best, gain = 1, 0.0
-    for steps in ACCUMULATIONS:
+    possible = [n for n in ACCUMULATIONS if chosen.global_batch_size * n <= request.dataset_size]
+    for steps in possible:
         samples = chosen.global_batch_size * steps
-        if samples > request.dataset_size:
-            break
         seconds = _ask(request, chosen, request.gradient_compression, steps=steps)
         less = 1.0 - seconds / samples / per_sample
         # twice the batch must be worth it: a small further gain is none
@@ -58,7 +57,7 @@ def advise(request: Request, chosen: CurvePoint) -> tuple[str, ...]:
             f"synchronisation in {best} passes, at a global batch of "
             f"{chosen.global_batch_size * best}, which may need more epochs"
         )
-    else:
+    elif possible:
         found.append("more accumulation steps do not pay here: synchronisation is no large part")
     return tuple(found)
 
