@@ -32,6 +32,7 @@ ENTRY_POINTS = {
     "mlflow.project_backend": "tula",
     "mlflow.model_evaluator": "tula",
     "mlflow.deployments": "tula",
+    "mlflow.app": "tula",
 }
 """Group -> name of what MLflow must find."""
 
