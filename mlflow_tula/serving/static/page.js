@@ -237,8 +237,11 @@
     chart.curve(chosen.local.map((b, at) => [x(b), chosen.memory[at] === null ? null : y(chosen.memory[at])]), chosen.extrapolated, true);
     if (limit <= top) chart.across(y(limit), `limit ${bytes(limit)}`, true);
     for (const row of rows) {
-      if (row.status !== "ok") chart.cross(x(row.local_batch_size), area.bottom - 8);
-      else if (row.peak_memory_bytes) chart.dot(x(row.local_batch_size), y(row.peak_memory_bytes), same(row, chosen) ? "chosen" : "", 4.5);
+      if (row.status !== "ok") {
+        chart.cross(x(row.local_batch_size), area.bottom - 8);
+        const device = `${count(row.local_batch_size)} per device on ${plural(row.nodes * row.devices_per_node, "device")}`;
+        chart.target(x(row.local_batch_size), area.bottom - 8, [device, row.status === "oom" ? "ran out of memory" : "failed"]);
+      } else if (row.peak_memory_bytes) chart.dot(x(row.local_batch_size), y(row.peak_memory_bytes), same(row, chosen) ? "chosen" : "", 4.5);
     }
     for (const p of data.points.filter((one) => same(one, chosen) && one.peak_memory_bytes)) {
       if (p.choice && data.decision) chart.star(x(p.local_batch_size), y(p.peak_memory_bytes));
