@@ -6,7 +6,8 @@
 One table a (model, image size): batch sizes 8 to 128 on one rank, digits scaled up, SGD with
 momentum. Each is a JSON file in benchmarks/results/cold_start; those that exist are not measured
 again. With one thread the same machine stands for another one, half as fast: hardware with one
-core. Run it on an idle machine: about 15 minutes on two cores.
+core. Run it on an idle machine: about 15 minutes on two cores. Some of the files here hold two
+trials of a size, because something else ran during the first: the faster one counts.
 """
 
 from __future__ import annotations

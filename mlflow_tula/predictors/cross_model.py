@@ -68,7 +68,10 @@ class KnownModel:
 
     @classmethod
     def of(cls, features: ModelFeatures, table: ProfileTable) -> Self | None:
-        """Medians of a table's rows of one rank, one pass a step; None where there are none."""
+        """A table's rows of one rank, one pass a step; None where there are none.
+
+        Of repeated trials the fastest: what else runs on a machine only slows.
+        """
         rows: dict[int, list[Measurement]] = {}
         for row in table.ok:
             if row.world_size == 1 and row.accumulation_steps == 1:
@@ -77,17 +80,17 @@ class KnownModel:
             return None
         sizes = sorted(rows)
 
-        def median(size: int, name: str) -> float:
+        def least(size: int, name: str) -> float:
             seen = [getattr(row, name) for row in rows[size] if getattr(row, name)]
-            return float(np.median(seen)) if seen else math.nan
+            return float(min(seen)) if seen else math.nan
 
         return cls(
             name=table.workload.model,
             features=features,
             sizes=np.array(sizes, float),
-            log_times=np.log([median(size, "step_time_s") for size in sizes]),
-            allocated=np.array([median(size, "allocated_memory_bytes") for size in sizes]),
-            peaks=np.array([median(size, "peak_memory_bytes") for size in sizes]),
+            log_times=np.log([least(size, "step_time_s") for size in sizes]),
+            allocated=np.array([least(size, "allocated_memory_bytes") for size in sizes]),
+            peaks=np.array([least(size, "peak_memory_bytes") for size in sizes]),
         )
 
     def work(self) -> Array:
