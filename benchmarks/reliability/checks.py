@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 from mlflow import MlflowClient
 from mlflow.models import Model
 
@@ -104,13 +105,13 @@ def _registry(place: Path, found: Look) -> None:
             if one.status != "READY":
                 found.faults.append(f"version {one.version} is {one.status}")
             answer = _asked(f"models:/{model.name}/{one.version}")
-            numbers = answer.select_dtypes("number")
-            if not len(answer) or not (numbers.iloc[:, 0] > 0).all():
-                found.faults.append(f"version {one.version} of {model.name} predicts {answer}")
+            numbers = answer.select_dtypes("number").to_numpy(dtype=float, na_value=0.0)
+            if not len(answer) or not np.isfinite(numbers).all():
+                found.faults.append(f"version {one.version} of {model.name} answers {answer}")
         alias = client.get_registered_model(model.name).aliases.get("champion")
         if model.tags.get("tula.workload"):
             found.champion = None if alias is None else int(alias)
-        if alias is not None and alias not in {str(one.version) for one in versions}:
+        if alias is not None and str(alias) not in {str(one.version) for one in versions}:
             found.faults.append(f"the champion {alias} is no version")
 
 
