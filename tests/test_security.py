@@ -235,6 +235,23 @@ def test_a_checkpoint_is_not_written_through_a_link(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path, identity={"job": "x"}) == {"step": 3}
 
 
+@pytest.mark.parametrize("name", ["../../precious", "/etc", "1/../../precious", "", 5, ".."])
+def test_what_waits_sends_no_other_folder(name: object, store: Path, tmp_path: Path) -> None:
+    """An output folder may come from elsewhere; `tula sync` sends what lies in it, and no more."""
+    from mlflow import MlflowClient
+
+    from mlflow_tula.outbox.calls import send_call
+
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "key").write_text("precious")
+    client = MlflowClient()
+    run_id = client.create_run("0").info.run_id
+    operation = {"call": "log_artifacts", "run_id": run_id, "files": name}
+    with pytest.raises(SchemaError, match="numbered folder"):
+        send_call(client, operation, {}, tmp_path / "outbox" / "files")
+    assert client.list_artifacts(run_id) == []
+
+
 # --- secrets
 
 

@@ -109,7 +109,7 @@ class Outbox:
             return []
         try:
             return [json.loads(line) for line in lines]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SchemaError(f"{self.folder / _OPERATIONS} is damaged: remove it") from error
 
     def _sent(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+
+from mlflow_tula.documents import shown
+from mlflow_tula.errors import SchemaError
 
 KEY_TAG = "tula.outbox_key"
 _AWAY = ("Max retries exceeded", "failed with exception", "Connection", "timed out", "Timeout")
@@ -64,7 +68,7 @@ def send_call(
     elif call == "set_terminated":
         client.set_terminated(run_id, operation["status"], operation["end_time"])
     elif call == "log_artifacts":
-        folder = files if stored is None else stored / operation["files"]
+        folder = files if stored is None else stored / _own_name(operation["files"])
         client.log_artifacts(run_id, str(folder))
     elif call == "log_text":
         client.log_text(run_id, operation["text"], operation["name"])
@@ -83,6 +87,13 @@ def send_call(
         ]
         client.log_inputs(run_id, datasets)
     return None
+
+
+def _own_name(name: Any) -> str:
+    """The name of a folder that `Outbox.keep` made: none that leads elsewhere on this machine."""
+    if not isinstance(name, str) or not re.fullmatch(r"[0-9]+", name):
+        raise SchemaError(f"files that wait lie in a numbered folder, not {shown(name)}: not sent")
+    return name
 
 
 def _create_run(client: MlflowClient, operation: Mapping[str, Any], *, once: bool) -> Any:
