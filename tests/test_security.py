@@ -246,9 +246,14 @@ def test_what_waits_sends_no_other_folder(name: object, store: Path, tmp_path: P
     (tmp_path / "precious" / "key").write_text("precious")
     client = MlflowClient()
     run_id = client.create_run("0").info.run_id
+    files = tmp_path / "outbox" / "files"
     operation = {"call": "log_artifacts", "run_id": run_id, "files": name}
     with pytest.raises(SchemaError, match="numbered folder"):
-        send_call(client, operation, {}, tmp_path / "outbox" / "files")
+        send_call(client, operation, {}, files)
+    (files / "17").mkdir(parents=True)
+    (files / "17" / "figure.png").symlink_to(tmp_path / "precious" / "key")
+    with pytest.raises(SchemaError, match="holds a link"):
+        send_call(client, operation | {"files": "17"}, {}, files)
     assert client.list_artifacts(run_id) == []
 
 

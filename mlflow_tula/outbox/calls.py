@@ -68,7 +68,7 @@ def send_call(
     elif call == "set_terminated":
         client.set_terminated(run_id, operation["status"], operation["end_time"])
     elif call == "log_artifacts":
-        folder = files if stored is None else stored / _own_name(operation["files"])
+        folder = files if stored is None else _own_folder(stored, operation["files"])
         client.log_artifacts(run_id, str(folder))
     elif call == "log_text":
         client.log_text(run_id, operation["text"], operation["name"])
@@ -89,11 +89,14 @@ def send_call(
     return None
 
 
-def _own_name(name: Any) -> str:
-    """The name of a folder that `Outbox.keep` made: none that leads elsewhere on this machine."""
+def _own_folder(stored: Path, name: Any) -> Path:
+    """A folder that `Outbox.keep` made: nothing in it leads elsewhere on this machine."""
     if not isinstance(name, str) or not re.fullmatch(r"[0-9]+", name):
         raise SchemaError(f"files that wait lie in a numbered folder, not {shown(name)}: not sent")
-    return name
+    folder = stored / name
+    if folder.is_symlink() or any(path.is_symlink() for path in folder.rglob("*")):
+        raise SchemaError(f"{folder} holds a link, which no command leaves there: not sent")
+    return folder
 
 
 def _create_run(client: MlflowClient, operation: Mapping[str, Any], *, once: bool) -> Any:
