@@ -7,9 +7,7 @@ observed and how is said in watch.py, what is logged in sessions.py.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import sys
 from typing import Any
 
 import mlflow
@@ -32,7 +30,6 @@ NAME = "tula"
 
 _OUR_LOGGERS = ("mlflow_tula.integrations", "mlflow_tula.tracking")
 _watch: Watch | None = None
-_at_exit = False
 _levels: dict[str, int] = {}
 
 
@@ -56,30 +53,21 @@ def _integration(disable: bool = False, silent: bool = False, exclusive: bool = 
         safe_patch(NAME, where, "end_run", _end_run)
 
 
-def active() -> Watch | None:
-    """The watch of autolog, None while it is off."""
-    return _watch
-
-
 def _start(settings: ObserverSettings, *, silent: bool) -> None:
-    global _watch, _at_exit
+    global _watch
     if silent:
         for name in _OUR_LOGGERS:
             _levels[name] = logging.getLogger(name).level
             logging.getLogger(name).setLevel(logging.ERROR)
     _watch = Watch(settings, lambda loop: _make_session(loop, settings), enabled=_enabled)
     _watch.start()
-    if not _at_exit:
-        # Runs before MLflow's own, which was registered earlier.
-        atexit.register(_leave)
-        _at_exit = True
 
 
-def _stop(status: str = "FINISHED") -> None:
+def _stop() -> None:
     global _watch
     watch, _watch = _watch, None
     if watch is not None:
-        watch.stop(status)
+        watch.stop()
     for name, level in _levels.items():
         logging.getLogger(name).setLevel(level)
     _levels.clear()
@@ -106,18 +94,3 @@ def _end_run(original: Any, *args: Any, **kwargs: Any) -> Any:
     if run is not None and watch is not None:
         watch.leave_run(run.info.run_id)
     return original(*args, **kwargs)
-
-
-def _leave() -> None:
-    """At exit: the loops are over, by an error if one ended the program."""
-    _stop(exit_status())
-
-
-def exit_status() -> str:
-    """How the program ends, as far as the interpreter tells: what was raised and not caught."""
-    if hasattr(sys, "ps1"):  # interactive: the last error may be an hour old
-        return "FINISHED"
-    error = getattr(sys, "last_value", None)
-    if error is None:
-        return "FINISHED"
-    return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"

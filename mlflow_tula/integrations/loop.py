@@ -81,6 +81,7 @@ class Loop:
         self._model: weakref.ref[nn.Module] | None = None
         self._shape: tuple[int, ...] | None = None
         self._precision: Precision | None = None
+        self._facts: LoopFacts | None = None
 
     @property
     def over(self) -> bool:
@@ -182,6 +183,7 @@ class Loop:
             if "FullyShardedDataParallel" in type(seen.model).__name__:
                 self.gradients.stop()
         self._precision = seen.precision
+        self._facts = None
         before, now = self._shape, seen.sample_shape
         if before is None or len(before) != len(now):
             self._shape = now
@@ -220,7 +222,12 @@ class Loop:
         return False
 
     def facts(self) -> LoopFacts:
-        """What is trained, as far as it was seen."""
+        """What is trained, as far as it was seen; asked at every step, as long as it is there."""
+        if self._facts is None:
+            self._facts = self._describe()
+        return self._facts
+
+    def _describe(self) -> LoopFacts:
         optimizer = self.optimizer()
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
         model = None if self._model is None else self._model()

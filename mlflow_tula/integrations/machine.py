@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 class Layout:
     """This rank's place among the data-parallel processes; one process where there is no group."""
 
-    def __init__(self) -> None:
-        """Ask torch.distributed and torchrun's variables."""
+    def __init__(self, nodes: int | None = None) -> None:
+        """Ask torch.distributed and torchrun's variables; `nodes`: who knows better."""
         self.rank, self.world_size = 0, 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
             self.world_size = torch.distributed.get_world_size()
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         per_node = int(local) if local.isdigit() and int(local) > 0 else self.world_size
+        if nodes is not None:
+            per_node = max(self.world_size // nodes, 1)
         if self.world_size % per_node:
             per_node = self.world_size
         self.devices_per_node = min(per_node, self.world_size)

@@ -113,6 +113,9 @@ class LoopSession:
         loop, gradients = self.loop, self.loop.gradients
         sampled = gradients.norm is not self._last_norm
         due = loop.step % self._settings.every_n_steps == 0
+        loop.facts()
+        if loop.step == 1:
+            self._choose_run()
         if not (due or sampled):
             return
         begin = time.perf_counter()
@@ -230,9 +233,7 @@ class LoopSession:
                 record.run.client.set_terminated(record.run.run_id, status=status)
 
     def _learn(self) -> None:
-        """Tags from what was seen; those of a loop that is gone stay as they were."""
-        if self.loop.over and self._tags:
-            return
+        """Tags from what was seen."""
         facts = self.loop.facts()
         known = {key: value for key, value in self._known().items() if value is not None}
         facts = type(facts)(**{**_fields(facts), **known})

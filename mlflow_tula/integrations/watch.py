@@ -7,8 +7,10 @@ MLflow. A fault in here ends the observation of that loop with one warning, and 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -30,6 +32,7 @@ _logger = logging.getLogger(__name__)
 FLUSH_EVERY_S = 10.0
 _MOST_DRAWN = 4096
 _JOIN_S = 30.0
+_claimed: set[int] = set()
 
 
 class Session(Protocol):
@@ -99,6 +102,10 @@ class Watch:
             register_optimizer_step_post_hook(self._after),
         ]
         loader_watch.listen(self)
+        if self._only is not None:
+            _claimed.add(self._only)
+        # Runs before MLflow's own, which was registered earlier.
+        atexit.register(self._at_exit)
 
     def stop(self, status: str = "FINISHED") -> None:
         """Take every hook off again, and send what is left."""
@@ -106,6 +113,9 @@ class Watch:
             handle.remove()
         self._handles.clear()
         loader_watch.leave(self)
+        if self._only is not None:
+            _claimed.discard(self._only)
+        atexit.unregister(self._at_exit)
         self._leave.set()
         for session in self._open_sessions():
             self._close(session, status)
@@ -167,7 +177,7 @@ class Watch:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Global pre-hook of every `Optimizer.step`."""
-        if not self._enabled() or (self._only or threading.get_ident()) != threading.get_ident():
+        if not self._enabled() or not self._concerned():
             return
         if self._pid != os.getpid():
             self._after_fork()
@@ -194,6 +204,14 @@ class Watch:
             session.loop.end_step(closure=_has_closure(args, kwargs))
         except Exception as error:
             self._fault(state, optimizer, error)
+
+    def _concerned(self) -> bool:
+        """Whether this thread is to be observed; a callback's watch has its thread to itself."""
+        thread = threading.get_ident()
+        return thread == self._only if self._only is not None else thread not in _claimed
+
+    def _at_exit(self) -> None:
+        self.stop(exit_status())
 
     def _state(self) -> _Thread:
         try:
@@ -267,3 +285,13 @@ class Watch:
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Whether `step(closure)` was called; args begins with the optimizer."""
     return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
+
+
+def exit_status() -> str:
+    """How the program ends, as far as the interpreter tells: what was raised and not caught."""
+    if hasattr(sys, "ps1"):  # interactive: the last error may be an hour old
+        return "FINISHED"
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return "FINISHED"
+    return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
