@@ -47,6 +47,8 @@ def make_sqlite(path: Path) -> None:
             left.unlink(missing_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
+        # Where no file can be made MLflow would try again and again, for an hour.
+        scratch.touch()
         with store_errors(f"make the store {path}"), quiet_mlflow():
             made = SqlAlchemyStore(f"sqlite:///{scratch}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
             made.engine.dispose()
