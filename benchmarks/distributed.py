@@ -280,7 +280,9 @@ def choice(found: dict[str, list[dict[str, Any]]], rate: str) -> dict[str, Any]:
         for size, seconds in truth(found[piece]).items()
     }
     clusters = [tula.ClusterSpec(nodes=nodes) for nodes in (1, 2)]
-    sizes = sorted({size for _, size in samples})
+    # both clusters can be asked for these, and every answer was measured
+    sizes = sorted(size for node, size in samples if node == 1 and (2, size) in samples)
+    samples = {pair: value for pair, value in samples.items() if pair[1] in sizes}
     chosen = tula.recommend(bundle, cluster=clusters, candidates=sizes, objective="min_time")
     mine = (chosen.nodes, chosen.global_batch_size)
     best = max(samples, key=lambda pair: samples[pair])
