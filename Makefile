@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check security docs test test-slow test-all bench bench-serving accuracy accuracy-generalization cold-start distributed readme reliability clean logging-speed
+.PHONY: help env fix check security docs test test-slow test-all bench bench-serving bench-autolog accuracy accuracy-generalization cold-start distributed readme reliability clean logging-speed
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -82,6 +82,15 @@ distributed: $(READY)  ## root: two hosts over slow links on this machine, into 
 bench-serving: $(READY)  ## served decisions with 1,000 predictors: latency, memory, new champions
 	$(BIN)/python benchmarks/serving.py --markdown build/serving.md
 	$(BIN)/python docs/sections.py docs/mlflow.md serving=build/serving.md
+
+bench-autolog: $(READY)  ## what autolog adds to a step, fit over 2,000 runs, noise scale against the true one
+	mkdir -p build
+	$(BIN)/python benchmarks/autolog_overhead.py --markdown build/autolog-overhead.md
+	$(BIN)/python benchmarks/observed_runs_speed.py --markdown build/observed-runs.md
+	$(BIN)/python benchmarks/autolog_noise.py --markdown build/autolog-noise.md
+	$(BIN)/python docs/sections.py docs/mlflow.md autolog-overhead=build/autolog-overhead.md \
+		observed-runs=build/observed-runs.md
+	$(BIN)/python docs/sections.py docs/accuracy.md autolog-noise=build/autolog-noise.md
 
 readme: $(READY)  ## the README's run and figure, from a real run in build/run
 	rm -rf build/run && mkdir -p build/run
