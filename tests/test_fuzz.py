@@ -202,6 +202,7 @@ def test_a_csv_is_a_file_of_this_machine(table, path: str) -> None:
         (("step_time", "intra_node", "rest"), [[0.0] * 5] * 9, "rest and its levels"),
         (("step_time", "warnings"), None, "must be a list"),
         (("step_time", "form"), {"a": 1}, "must be a text"),
+        (("step_time", "backward"), "x", "must be a JSON object"),
         (("memory", "batch_sizes"), [1.0], "must have"),
         (("memory", "probes"), [{"local_batch_size": 1}], "no field 'world_size'"),
         (("report", "step_time_mape"), "5 %", "step_time_mape must be"),
@@ -217,6 +218,29 @@ def test_a_damaged_bundle_is_refused_before_it_is_asked(bundle, place, value, ma
     inner[place[-1]] = value
     with pytest.raises(InvalidInputError, match=match):
         tula.PredictorBundle.from_dict(document)
+
+
+def test_every_field_that_an_equation_reads_is_checked() -> None:
+    """Where a new field is read: its kind and range belong into predictors/checks.py."""
+    import re
+
+    from mlflow_tula import predictors
+
+    folder = Path(predictors.__file__).parent
+    checked = (folder / "checks.py").read_text()
+    source = "".join(
+        (folder / name).read_text()
+        for name in predictors.PORTABLE_FILES
+        if name.endswith("formulas.py")
+    )
+    read = re.findall(
+        r"""(?:params|tier|known|link|curve|spread|data|process|probe|one)\b
+        (?:\[|\.get\()"(\w+)\"""",
+        source,
+        re.VERBOSE,
+    )
+    assert len(set(read)) > 40
+    assert [name for name in sorted(set(read)) if f'"{name}"' not in checked] == []
 
 
 def test_a_registered_model_checks_its_bundle_without_this_package(bundle) -> None:

@@ -32,6 +32,8 @@ def check_bundle(document: Any) -> None:
     known = document["step_time"]
     _rising("step_time.compute.sizes", known["compute"]["sizes"])
     _rising("step_time.knots", known["knots"])
+    if known.get("backward") is not None:
+        _rising("step_time.backward.sizes", known["backward"]["sizes"])
     for name in ("intra_node", "inter_node"):
         tier = known[name]
         _rising(f"{name}.log2_ranks", tier["log2_ranks"])
@@ -171,7 +173,10 @@ _BATCH = number(1.0, 1e12)
 _COUNT = whole(1, 10**6)
 _POWER = number(0.1, 100.0)
 
-_LINK = fields({"latency_s": _SECONDS, "bandwidth_bytes_per_s": number(1e-9, 1e18)})
+_LINK = fields(
+    {"latency_s": _SECONDS, "bandwidth_bytes_per_s": number(1e-9, 1e18)},
+    {name: number(0.0, 1e3) for name in ("cast_s_per_byte", "cpu_s_per_byte")},
+)
 _TIER = fields(
     {
         "counts": word("devices", "nodes"),
@@ -190,7 +195,8 @@ _TIER = fields(
         "growth_sd": _SPREAD,
         "ring_weight": number(0.0, 1.0),
         "latency_weight": number(0.0, 1.0),
-    }
+    },
+    {"compressed": flag, "messages": number(1.0, 1e9)},
 )
 _CURVE = fields(
     {
@@ -239,8 +245,8 @@ _STEP_TIME = fields(
             {
                 "foreseen": fields(
                     {
-                        "log2_sizes": items(number(0.0, 64.0), least=1, most=64),
-                        "deviations": items(_SPREAD, least=1, most=64),
+                        "log2_sizes": items(number(0.0, 64.0), "foreseen", least=1, most=64),
+                        "deviations": items(_SPREAD, "foreseen"),
                     }
                 )
             },
@@ -255,6 +261,14 @@ _STEP_TIME = fields(
         **_NOTES,
         "leave_one_out_coverage": maybe(number(0.0, 1.0)),
         "sync_every_pass": flag,
+        "backward": maybe(
+            fields(
+                {
+                    "sizes": items(_BATCH, "backward", least=1),
+                    "shares": items(number(0.0, 1.0), "backward"),
+                }
+            )
+        ),
     },
 )
 _PROBE = fields(
