@@ -100,8 +100,14 @@ class FakeSession:
         self.start()
         return self.device.allocated(local_batch_size) if self.device.counts else None
 
-    def time_links(self, message_bytes: list[int], *, timeout_s: float) -> list[dict[str, float]]:
-        return [{"message_bytes": size, "time_s": 1e-4 + size / 1e10} for size in message_bytes]
+    def time_links(self, *, timeout_s: float) -> list[dict[str, float]]:
+        self.start()
+        sizes = [2**20 * 4**power for power in range(5)]
+        return [{"message_bytes": size, "time_s": 1e-4 + size / 1e10} for size in sizes]
+
+    def check_link(self, message_bytes: int, *, timeout_s: float) -> float:
+        self.start()
+        return 1e-4 + message_bytes / 1e10
 
     def probe(self, probe: Probe, *, timeout_s: float) -> dict[str, Any]:
         size, device = probe.local_batch_size, self.device
