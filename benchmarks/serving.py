@@ -6,7 +6,8 @@ Makes a sqlite store with so many registered predictors through `registry.regist
 for a thousand, kept for the next time), starts `mlflow models serve --env-manager local -m
 models:/tula.recommender@champion` with one worker, and asks it over HTTP on this machine:
 
-- one client, every request another predictor, price and deadline (nothing is answered from memory);
+- one client, every request another predictor, price and deadline (no answer is found in memory),
+  twenty seconds after the start, in which the server reads the champions;
 - the same client, one predictor, another price each time (its files are in memory);
 - eight clients at once for --seconds: errors, requests a second, resident memory after the first
   ten seconds and at the end;
@@ -291,6 +292,7 @@ def main() -> int:
     figures = in_process(names, given.requests)
     with server(given.store) as (port, process):
         label = f"one client, {len(names):,} predictors"
+        time.sleep(0.02 * len(names))
         figures += one_client(port, names, given.requests, label)
         figures += one_client(port, names[:1], given.requests, "one client, one predictor")
         figures += many_clients(port, process, names, given.seconds)

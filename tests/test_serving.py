@@ -252,6 +252,15 @@ def test_few_champions_stay_in_memory(registered: str, remeasured) -> None:
     assert list(small._entries) == [registered]
 
 
+def test_champions_are_read_ahead(registered: str) -> None:
+    shared = Catalogue()
+    shared.warm()
+    until = time.monotonic() + 30
+    while registered not in shared._entries:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 def test_the_servers_own_artifacts_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_DESTINATION", "/srv/art")
     assert catalogue._within_server("mlflow-artifacts:/1/models/m") == "/srv/art/1/models/m"

@@ -25,8 +25,15 @@ from urllib.parse import urlsplit
 import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
 
-from mlflow_tula.errors import DanglingAliasError, NotRegisteredError, SchemaError, StoreError
+from mlflow_tula.errors import (
+    DanglingAliasError,
+    NotRegisteredError,
+    SchemaError,
+    StoreError,
+    TulaError,
+)
 from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.registry import CHAMPION
 from mlflow_tula.registry.lookup import find_version
@@ -47,7 +54,10 @@ DOWN_S = 2.0
 """After a failure nobody waits for the registry for so long."""
 
 LISTED_S = 5.0
-KEPT = 256
+KEPT = 1024
+"""Champions in memory, about 30 kB each."""
+
+_WARM_PAUSE_S = 0.01
 _MOST_WAITING = 16
 _SHOWN = 5
 
@@ -137,6 +147,27 @@ class Catalogue:
             seen = f"version {entry.champion.version}, the champion as last seen {age:.0f} s ago"
             return replace(entry.champion, warning=f"the registry does not answer: this is {seen}")
 
+    def warm(self) -> None:
+        """Read every champion there is room for, in the background and in small pieces.
+
+        The first questions after a start then find their files in memory.
+        """
+
+        def work() -> None:
+            try:
+                names = [one.name for one in self.listed() if one.version is not None]
+            except StoreError as error:
+                _logger.info("not warmed up: %s", error)
+                return
+            for name in names[: self._kept]:
+                try:
+                    self.champion(name)
+                except TulaError as error:
+                    _logger.info("%s is not ready to be served: %s", name, error)
+                time.sleep(_WARM_PAUSE_S)
+
+        threading.Thread(target=work, name="tula-warm", daemon=True).start()
+
     def table(self, champion: Champion) -> ProfileTable:
         """The measurements that a champion was fitted to; raises as `champion` does."""
         key = f"{champion.name} {champion.source}"
@@ -147,7 +178,7 @@ class Catalogue:
         table = self._asked(f"table {key}", lambda: _read_table(champion))
         with self._lock:
             self._tables[key] = table
-            while len(self._tables) > self._kept // 4:
+            while len(self._tables) > self._kept // 16:
                 self._tables.popitem(last=False)
         return table
 
@@ -288,22 +319,38 @@ def _identity(version: ModelVersion) -> tuple[int, str]:
 def _read_champion(version: ModelVersion) -> Champion:
     """The bundle of a version."""
     number, source = _identity(version)
+    document = _read(version.name, number, version.source or "", BUNDLE_FILE)
     try:
-        bundle = PredictorBundle.from_dict(_read(version.name, number, BUNDLE_FILE))
+        bundle = PredictorBundle.from_dict(document)
     except SchemaError as error:
         raise SchemaError(f"{version.name} version {number}: {error}") from error
     return Champion(name=version.name, version=number, source=source, bundle=bundle)
 
 
 def _read_table(champion: Champion) -> ProfileTable:
-    return ProfileTable.from_dict(_read(champion.name, champion.version, TABLE_FILE))
+    source = champion.source.partition(" ")[0]
+    return ProfileTable.from_dict(_read(champion.name, champion.version, source, TABLE_FILE))
 
 
-def _read(name: str, version: int, file: str) -> dict[str, Any]:
+def _read(name: str, version: int, source: str, file: str) -> dict[str, Any]:
     """One document of a version's model."""
     with store_errors(f"find the files of {name}"):
-        address = MlflowClient().get_model_version_download_uri(name, str(version))
-    return read_json(_within_server(address), file)
+        return read_json(_within_server(_address(name, version, source)), file)
+
+
+def _address(name: str, version: int, source: str) -> str:
+    """Where the files of a version lie.
+
+    The logged model knows, and is asked first: MLflow's own way loads the whole registered model.
+    """
+    client = MlflowClient()
+    if source.startswith("models:/m-"):
+        try:
+            found = client.get_logged_model(source.removeprefix("models:/"))
+            return str(found.artifact_location)
+        except MlflowException as error:
+            _logger.debug("no logged model %s: %s", source, error)
+    return str(client.get_model_version_download_uri(name, str(version)))
 
 
 def _within_server(address: str) -> str:

@@ -236,13 +236,15 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
         raise InvalidInputError(
             f"{len(frame.columns):,} columns are too many: known are {', '.join(FIELDS)}"
         )
-    for name, kind in frame.dtypes.items():
-        if len(frame) and kind.kind == "f" and frame[name].isna().all():
-            raise InvalidInputError(f"{str(name)[:80]} must be a finite number, not nan")
-    return [
-        {str(key): _plain(value) for key, value in row.items() if not _absent(value)}
-        for row in frame.to_dict("records")
-    ]
+    rows: list[dict[str, Any]] = [{} for _ in range(len(frame))]
+    for key in frame.columns:
+        values = frame[key].tolist()
+        given = [at for at, value in enumerate(values) if not _absent(value)]
+        if values and not given and frame[key].dtype.kind == "f":
+            raise InvalidInputError(f"{str(key)[:80]} must be a finite number, not nan")
+        for at in given:
+            rows[at][str(key)] = _plain(values[at])
+    return rows
 
 
 def _plain(value: Any) -> Any:

@@ -33,10 +33,11 @@ class ServedRecommender(PythonModel):
     """Answers one question a row."""
 
     def load_context(self, context: Any) -> None:
-        """Start with an empty memory; in a scoring server, see to refusals and short retries."""
+        """An empty memory; in a scoring server, see to refusals, retries and champions too."""
         self.recommender = Recommender()
         if _SCORING_SERVER in os.environ:
             guard()
+            self.recommender.catalogue.warm()
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 
