@@ -106,7 +106,7 @@ def test_auto_is_the_recipes_rule_for_the_jobs_optimizer():
     _, recipe = made(Schedule(method=AUTO))
     assert "method lars" in recipe.words
     _, plain = made(Schedule(method=AUTO), batch=16)
-    assert "method sqrt_clip" in plain.words  # nothing to scale: the clip remains
+    assert "method" not in plain.words  # nothing to scale: the loop's own rate and clip
     plain.begin_step(2)
     assert plain.learning_rate == pytest.approx(0.05 / 2)  # the root of 16 / 64
     model = nn.Linear(2, 2)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mlflow_tula.training.facts import BatchPlan, Schedule
     from mlflow_tula.workloads.job import Job
 
-DEFAULT = "sqrt_clip"
+DEFAULT = "auto"
 
 
 def method_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,8 +30,8 @@ def method_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--method",
             str,
             DEFAULT,
-            "How a large batch is trained: auto, plain, linear_scaling, sqrt_clip, scaling_clip, "
-            "lars, lamb, ags, sam or another name of docs/accuracy-generalization.md.",
+            "How a large batch is trained: auto (what works), plain, linear_scaling, sqrt_clip, "
+            "scaling_clip, lars, lamb, ags, sam or another of docs/accuracy-generalization.md.",
         ),
     ):
         command = add(command)

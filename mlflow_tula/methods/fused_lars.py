@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.sgd import sgd
 
 from mlflow_tula.errors import InvalidInputError
 
@@ -58,18 +57,27 @@ class FusedLars(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        groups = [(group, self._stepping(group)) for group in self.param_groups]
-        gradients = [p.grad for _, found in groups for p in found if p.grad is not None]
+        found = [(group, p) for group in self.param_groups for p in self._stepping(group)]
+        gradients = [p.grad for _, p in found if p.grad is not None]
         if not gradients:
             return loss
         norms = _norms(gradients)
-        bad = (~torch.stack(norms).isfinite().all()).to(torch.float32)
+        stacked = torch.stack(norms)
+        bad = (~stacked.isfinite().all()).to(torch.float32)
         overflow: Tensor | None = getattr(self, "found_inf", None)
         skip = bad if overflow is None else torch.maximum(bad, overflow.to(bad.device))
-        done = 0
-        for group, found in groups:
-            self._step_group(group, found, norms[done : done + len(found)], scale, skip)
-            done += len(found)
+        if scale is not None:
+            scale = scale.to(bad.device)
+        for group in self.param_groups:
+            vectors = [p for g, p in found if g is group and p.ndim <= 1]
+            if vectors:
+                _kernel(self.state, group, vectors, scale, skip)
+        at = [i for i, (_, p) in enumerate(found) if p.ndim > 1]
+        if at:
+            matrices = [found[i] for i in at]
+            divisors = _divisors(matrices, stacked[at].float(), scale)
+            for (group, matrix), divisor in zip(matrices, divisors, strict=True):
+                _kernel(self.state, group, [matrix], divisor, skip)
         return loss
 
     def _stepping(self, group: dict[str, Any]) -> list[torch.nn.Parameter]:
@@ -83,53 +91,46 @@ class FusedLars(Optimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return found
 
-    def _step_group(
-        self,
-        group: dict[str, Any],
-        found: list[torch.nn.Parameter],
-        norms: list[Tensor],
-        scale: Tensor | None,
-        skip: Tensor,
-    ) -> None:
-        vectors = [p for p in found if p.ndim <= 1]
-        if vectors:
-            self._kernel(group, vectors, scale, skip)
-        matrices = [(p, norm) for p, norm in zip(found, norms, strict=True) if p.ndim > 1]
-        if not matrices:
-            return
-        weights = torch.stack(_norms([p.detach() for p, _ in matrices])).float()
-        gradients = torch.stack([norm for _, norm in matrices]).float()
-        # what the kernel divides by: the loss scale drops out, unless the weights are zero
-        inverse = gradients / (group["trust_coefficient"] * weights)
-        plain = torch.full_like(inverse, 1 / group["zero_factor"])
-        inverse = torch.where(weights > 0, inverse, plain if scale is None else plain * scale)
-        inverse = torch.where(gradients > 0, inverse, 1.0)
-        for (parameter, _), divisor in zip(matrices, inverse.unbind(), strict=True):
-            self._kernel(group, [parameter], divisor, skip)
 
-    def _kernel(
-        self,
-        group: dict[str, Any],
-        parameters: list[torch.nn.Parameter],
-        scale: Tensor | None,
-        skip: Tensor,
-    ) -> None:
-        buffers = [self.state[p].get("momentum_buffer") for p in parameters]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        sgd(
-            list(parameters),
-            gradients,
-            buffers,
-            fused=True,
-            grad_scale=scale,
-            found_inf=skip,
-            weight_decay=0.0,
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=False,
-        )
+def _divisors(
+    matrices: list[tuple[dict[str, Any], torch.nn.Parameter]], norms: Tensor, scale: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What the kernel divides each gradient by; the loss scale drops out, unless weights are zero.
+
+    For all groups at once: twenty small operations on every group would cost as much as a pass.
+    """
+    like = {"device": norms.device, "dtype": norms.dtype}
+    coefficients = torch.tensor([g["trust_coefficient"] for g, _ in matrices], **like)
+    plain = torch.tensor([1 / g["zero_factor"] for g, _ in matrices], **like)
+    weights = torch.stack(_norms([p.detach() for _, p in matrices])).float()
+    inverse = norms / (coefficients * weights)
+    inverse = torch.where(weights > 0, inverse, plain if scale is None else plain * scale)
+    return torch.where(norms > 0, inverse, 1.0).unbind()
+
+
+def _kernel(
+    state: Any,
+    group: dict[str, Any],
+    parameters: list[torch.nn.Parameter],
+    scale: Tensor | None,
+    skip: Tensor,
+) -> None:
+    """The call that torch's own fused SGD makes, without its sorting by device and type."""
+    momentum = group["momentum"]
+    torch._fused_sgd_(
+        parameters,
+        [p.grad for p in parameters],
+        [state[p]["momentum_buffer"] for p in parameters] if momentum else [],
+        weight_decay=0.0,
+        momentum=momentum,
+        lr=group["lr"],
+        dampening=0.0,
+        nesterov=group["nesterov"],
+        maximize=False,
+        is_first_step=False,
+        grad_scale=scale,
+        found_inf=skip,
+    )
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:

@@ -81,7 +81,7 @@ class Schedule(Spec):
     method.py), with `method_settings` in place of its own, and has warm-up and decay in common.
     """
 
-    method: str = CLASSIC_METHOD
+    method: str = AUTO
     method_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scaling: ScalingRule = "sqrt"
     reference_batch_size: int = 64

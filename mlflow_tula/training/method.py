@@ -93,13 +93,16 @@ def make_recipe(
 ) -> Recipe:
     """The recipe of a request: the plain loop's own for `sqrt_clip`, else a method's.
 
-    Under FSDP `auto` stands for `sqrt_clip`, whose clip knows of sharded gradients.
+    `auto` stands for `sqrt_clip` where there is no larger batch to scale to (its clip is a guard
+    there), and under FSDP, since its clip knows of sharded gradients.
     """
     method, settings = request.schedule.method, request.schedule.method_settings
-    sharded = request.job.strategy == "fsdp"
+    small = request.plan.global_batch_size <= request.schedule.reference_batch_size
+    if method == AUTO and (small or request.job.strategy == "fsdp") and not settings:
+        method = CLASSIC_METHOD
     build: Callable[..., Recipe] = build_method_recipe
     more: dict[str, Any] = {"steps_per_epoch": steps_per_epoch}
-    if (method == CLASSIC_METHOD and not settings) or sharded:
+    if method == CLASSIC_METHOD and not settings:
         build, more = build_recipe, {}
     return build(
         optimizer,
@@ -166,14 +169,9 @@ def _with_warmup(schedule: Schedule, epoch: float) -> Schedule:
 
 
 def resolve_method(schedule: Schedule, batch_size: int, optimizer: Optimizer) -> Method:
-    """The schedule's method; `auto` is the recipe's rule, `sqrt_clip` up to the reference batch.
-
-    There the rule is the plain method, and the clip is kept as a guard.
-    """
+    """The schedule's method; `auto` is the recipe's rule."""
     settings: Mapping[str, Any] = schedule.method_settings
     ratio = max(1.0, batch_size / schedule.reference_batch_size)
-    if schedule.method == AUTO and ratio == 1 and not settings:
-        return build_method(CLASSIC_METHOD)
     if schedule.method == AUTO:
         return automatic_method(optimizer, ratio, **settings)
     return build_method(schedule.method, **settings)
