@@ -20,11 +20,22 @@ from typing import Any
 import mlflow
 import numpy as np
 import pandas as pd
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc.model import PythonModel
 
+MAX_DOCUMENT = 64 * 2**20
 MAX_FEATURES = 10 * 2**20
 STUDENT_90 = 1.943
 """Half width of a 90 % interval, in deviations, with six degrees of freedom."""
+
+
+class QuestionError(MlflowException, ValueError):  # type: ignore[misc, unused-ignore]
+    """A question that cannot be asked, in one sentence; MLflow's server answers it with 400."""
+
+    def __init__(self, message: str) -> None:
+        """Take the sentence."""
+        super().__init__(" ".join(message.split())[:600], error_code=INVALID_PARAMETER_VALUE)
 
 
 class AnyModel(PythonModel):
@@ -32,20 +43,25 @@ class AnyModel(PythonModel):
 
     def load_context(self, context: Any) -> None:
         """Read the document and load the equation."""
-        text = Path(context.artifacts["cross_model"]).read_text(encoding="utf-8")
-        self.params = json.loads(text)["params"]
+        path = Path(context.artifacts["cross_model"])
+        if path.stat().st_size > MAX_DOCUMENT:
+            raise ValueError(f"{path.name} is larger than {MAX_DOCUMENT // 2**20} MiB; not read")
+        self.params = json.loads(path.read_text(encoding="utf-8"))["params"]
         self.formulas = load_formulas(Path(context.artifacts["formulas"]))
 
     def predict(
         self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """One row out per row in, same index; a question that cannot be asked is a ValueError."""
-        rows = [
-            self._answer(size, text)
-            for size, text in zip(
-                model_input["local_batch_size"], model_input["features"], strict=True
-            )
-        ]
+        """One row out per row in, same index; QuestionError where one cannot be asked."""
+        try:
+            rows = [
+                self._answer(size, text)
+                for size, text in zip(
+                    model_input["local_batch_size"], model_input["features"], strict=True
+                )
+            ]
+        except (ValueError, TypeError, OverflowError) as error:
+            raise QuestionError(str(error)) from error
         return pd.DataFrame(rows, index=model_input.index)
 
     def _answer(self, size: Any, text: Any) -> dict[str, float]:
