@@ -100,6 +100,7 @@ class LoopSession:
         self._last_norm: object = None
         self._began = time.monotonic()
         self._tags: dict[str, object] = {}
+        self._thread = threading.get_ident()
         # Held while sending: both the training thread (a run ends) and the watch's send.
         self._sending = threading.RLock()
 
@@ -147,7 +148,8 @@ class LoopSession:
 
     def leave_run(self, run_id: str) -> None:
         """The run ends now: log what belongs to it, and look for another."""
-        if self._record is None and self._points and self._find_target().run_id == run_id:
+        mine = threading.get_ident() == self._thread
+        if mine and self._record is None and self._points:
             self._choose_run()
         if self.run_id != run_id:
             return
