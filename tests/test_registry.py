@@ -334,6 +334,8 @@ def test_the_numbers_stand_on_the_logged_model_with_their_dataset(store, table, 
             own.digest,
         )
         model = client.get_logged_model(made.outputs.model_outputs[0].model_id)
+        linked = json.loads(model.tags["mlflow.modelVersions"])
+        assert linked == [{"name": registered.name, "version": str(registered.version)}]
         metrics = {one.key: one for one in model.metrics}
         fitted = metrics["fit/step_time_mape"]
         assert (fitted.dataset_name, fitted.dataset_digest) == (own.workload.slug, own.digest)

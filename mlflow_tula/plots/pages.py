@@ -23,8 +23,13 @@ p { margin: .3rem 0; color: #555; } nav a { margin-right: 1.1em; color: #0072B2;
 .chart { height: 420px; }
 """
 
-_AXIS = {"gridcolor": "#e6e6e6", "linecolor": "#999", "zerolinecolor": "#ccc", "showline": True}
-_LAYOUT = {
+_AXIS: dict[str, Any] = {
+    "gridcolor": "#e6e6e6",
+    "linecolor": "#999",
+    "zerolinecolor": "#ccc",
+    "showline": True,
+}
+_LAYOUT: dict[str, Any] = {
     "paper_bgcolor": "#fff",
     "plot_bgcolor": "#fff",
     "font": {"size": 13, "color": "#222"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlflow_tula.plots.overlays import Overlay
 from mlflow_tula.plots.panels import (
@@ -90,7 +90,7 @@ def draw_cost(axes: Axes, lines: Sequence[Overlay], recommendation: Recommendati
             continue
         shown += [value for _, value in known]
         sizes += [point.global_batch_size for point, _ in known]
-        style = {"color": color(number), "marker": marker(number)}
+        style: dict[str, Any] = {"color": color(number), "marker": marker(number)}
         axes.plot(
             [point.global_batch_size for point, _ in known],
             [value for _, value in known],
@@ -121,8 +121,9 @@ def draw_cost(axes: Axes, lines: Sequence[Overlay], recommendation: Recommendati
 def draw_pareto(axes: Axes, recommendation: Recommendation) -> None:
     """Cost against time of every candidate, the front joined by a line."""
     price = costs(recommendation)
-    value = {id(p): price.of(p) for p in recommendation.curve if p.time_s is not None}
-    points = [p for p in recommendation.curve if value.get(id(p)) is not None]
+    known = ((p, price.of(p)) for p in recommendation.curve if p.time_s is not None)
+    value = {id(p): cost for p, cost in known if cost is not None}
+    points = [p for p in recommendation.curve if id(p) in value]
     factor, unit = time_unit([p.time_s for p in points if p.time_s is not None])
     for point in points:
         axes.plot(
@@ -143,7 +144,7 @@ def draw_pareto(axes: Axes, recommendation: Recommendation) -> None:
         linewidth=1.4,
         zorder=1,
     )
-    _label(axes, [((p.time_s or 0.0) * factor, value[id(p)] or 0.0, p) for p in front])
+    _label(axes, [((p.time_s or 0.0) * factor, value[id(p)], p) for p in front])
     chosen = recommendation.choice
     cost = price.of(chosen)
     if chosen.time_s is not None and cost is not None:
@@ -173,16 +174,16 @@ def draw_certainty(figure: Figure) -> None:
     """The key of filled, open and grey markers, below the figure."""
     from matplotlib.lines import Line2D
 
-    plain = {"linestyle": "none", "marker": "o"}
-    star = {"linestyle": "none", "marker": "*", "markersize": 13}
+    plain: dict[str, Any] = {"linestyle": "none", "marker": "o"}
+    star: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 13}
     handles = [
-        Line2D([], [], color="0.35", label="known", **plain),  # type: ignore[arg-type]
+        Line2D([], [], color="0.35", label="known", **plain),
         Line2D(
             [], [], color="0.35", markerfacecolor="none", label="beyond what was measured", **plain
-        ),  # type: ignore[arg-type]
-        Line2D([], [], color="0.75", markerfacecolor="none", label="does not fit", **plain),  # type: ignore[arg-type]
+        ),
+        Line2D([], [], color="0.75", markerfacecolor="none", label="does not fit", **plain),
         Line2D([], [], color=COLORS[0], label="front"),
-        Line2D([], [], color=CHOICE_COLOR, label="the choice", **star),  # type: ignore[arg-type]
+        Line2D([], [], color=CHOICE_COLOR, label="the choice", **star),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9)
 

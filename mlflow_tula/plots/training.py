@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlflow_tula.plots.pages import Chart, numbers, save_page, value_axis
 from mlflow_tula.plots.panels import COLORS, time_unit
@@ -117,7 +117,7 @@ def save_training_page(path: str | Path, curves: TrainingCurves) -> None:
     """The same panels as a page that opens offline."""
     charts = []
     for panel in panels(curves):
-        traces = [
+        traces: list[dict[str, Any]] = [
             {
                 "mode": "lines+markers" if len(curve) < 30 else "lines",
                 "x": [step for step, _ in curve],
@@ -129,7 +129,7 @@ def save_training_page(path: str | Path, curves: TrainingCurves) -> None:
             for number, (name, curve) in enumerate(panel.curves)
             if curve
         ]
-        every = [value for trace in traces for value in trace["y"]]  # type: ignore[attr-defined]
+        every = [value for trace in traces for value in trace["y"]]
         charts.append(
             Chart(
                 name=panel.heading.lower().replace(" ", "-"),

@@ -11,6 +11,7 @@ import json
 import math
 import time
 import warnings
+from collections.abc import Mapping
 
 from mlflow import MlflowClient
 from mlflow.data.pandas_dataset import from_pandas
@@ -75,7 +76,9 @@ def _left_out_dataset(table: ProfileTable, verdict: Verdict) -> DatasetInput:
     return DatasetInput(dataset=dataset, tags=[InputTag("mlflow.data.context", "gate")])
 
 
-def _metrics(numbers: dict[str, float | None], model_id: str, given: DatasetInput) -> list[Metric]:
+def _metrics(
+    numbers: Mapping[str, float | None], model_id: str, given: DatasetInput
+) -> list[Metric]:
     """What is known, on the model, measured on this dataset."""
     now = int(time.time() * 1000)
     return [

@@ -9,6 +9,7 @@ gives the version that is there.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
 from mlflow_tula.errors import (
     DanglingAliasError,
@@ -116,6 +118,7 @@ def register(
             if created:
                 _drop_if_empty(client, name)
             raise
+        _link(client, info.model_id, name, str(version.version))
         if verdict.promoted:
             client.set_registered_model_alias(name, CHAMPION, version.version)
     if verdict.promoted and table.features is not None:
@@ -132,6 +135,12 @@ def _refit_cross_model(bundle: PredictorBundle, experiment: str | None) -> None:
         refit(bundle.hardware, experiment=experiment)
     except Exception as error:
         _logger.warning("the cross-model predictor was not refitted: %s", error)
+
+
+def _link(client: MlflowClient, model_id: str, name: str, version: str) -> None:
+    """Say on the logged model's page which version it is, as `mlflow.register_model` does."""
+    known = json.dumps([{"name": name, "version": version}])
+    client.set_logged_model_tags(model_id, {MLFLOW_MODEL_VERSIONS: known})
 
 
 def default_recommendation(bundle: PredictorBundle) -> Recommendation | None:

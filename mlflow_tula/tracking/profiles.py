@@ -245,13 +245,18 @@ def _log_missing_probes(run: Run, table: ProfileTable, probes: ProbeLogger | Non
 
 def log_registration(run: Run, registered: RegisteredPredictor) -> None:
     """Note on the run, and in its description, which version came of it and what the gate said."""
-    note = run.client.get_run(run.run_id).data.tags.get("mlflow.note.content", "")
+    tags = run.client.get_run(run.run_id).data.tags
+    note = tags.get("mlflow.note.content", "")
     line = f"- registered as {_registered(registered)}"
     if line not in note:
         head, next_steps, tail = note.partition("\n\n**Next**")
         run.describe(f"{head}\n{line}{next_steps}{tail}".lstrip("\n"))
+    name, suffix = tags.get("mlflow.runName", ""), f" v{registered.version}"
+    # Where several runs are compared, their names alone tell their curves apart.
+    ours = name.endswith(registered.workload_slug)
     run.tag(
         {
+            "mlflow.runName": name + suffix if ours and name else None,
             "tula.registered_model": registered.name,
             "tula.registered_version": registered.version,
             "tula.gate": "promoted" if registered.promoted else "kept",
