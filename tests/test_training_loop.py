@@ -219,7 +219,7 @@ def test_checkpoints_by_time_and_by_epochs(tmp_path: Path) -> None:
 
 
 def test_a_diverging_training_names_step_and_rate_and_keeps_its_checkpoint(tmp_path: Path) -> None:
-    job = small_job(learning_rate=1e30)
+    job = small_job(learning_rate=1e18, weight_decay=1e3)
     schedule = Schedule(clip_norm=0.0)
     with pytest.raises(TrainingError, match=r"loss is (nan|inf) at step \d+ with learning rate"):
         run(tmp_path, job, schedule=schedule)
