@@ -137,14 +137,18 @@ def test_the_workload_is_described_and_the_whole_dataset_counts(profiled: Profil
 
 def test_the_link_between_ranks_is_measured_once(profiled: Profiled) -> None:
     links = profiled.table.links
-    assert len(links) == 4
+    plain = [link for link in links if link.num_buckets is None]
+    gradient = [link for link in links if link.num_buckets is not None]
+    assert len({link.message_bytes for link in plain}) == len(plain) == 5
+    assert [link.compression for link in gradient] == [None, "bf16"]
+    assert {link.message_bytes for link in gradient} == {profiled.table.workload.gradient_bytes}
     assert {link.devices_per_node for link in links} == {2}
     assert all(link.time_s > 0 for link in links)
 
 
 def test_events_tell_what_is_measured_and_the_time_left(profiled: Profiled) -> None:
     kinds = [event.kind for event in profiled.events if event.kind != "probe_repeated"]
-    assert kinds[:3] == ["starting", "started", "probe_started"]
+    assert kinds[:4] == ["starting", "started", "links_measured", "probe_started"]
     assert kinds[-1] == "finished"
     assert kinds.count("probe_finished") == 4
     last = profiled.events[-1]

@@ -17,7 +17,7 @@ from mlflow_tula.probing.measure import Measurer, row_of
 from mlflow_tula.probing.plan import smaller
 from mlflow_tula.search import FullSearch, PartialSearch, Search
 from mlflow_tula.specs import Workload
-from mlflow_tula.table import Measurement, ProfileTable
+from mlflow_tula.table import LinkMeasurement, Measurement, ProfileTable
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,8 @@ class Sweep:
         )
         self._candidates = list(candidates)
         self._tell("started")
-        self._probe_links()
+        if self._unanswered():
+            self._probe_links(() if resume is None else resume.links)
         while (probe := self._next_probe()) is not None:
             row = self._measure(probe)
             if row.status == "oom" and self.request.walk_down:
@@ -202,15 +203,18 @@ class Sweep:
             return False
         return budget is None or self.elapsed_s + (row.probe_time_s or 0.0) < REPEAT_SHARE * budget
 
-    def _probe_links(self) -> None:
+    def _probe_links(self, resumed: Sequence[LinkMeasurement]) -> None:
         """The communication probe of each link class, before any training step.
 
-        Where a class is known already one message checks it: a changed link is measured anew.
+        Where a class is known already one message checks it: a changed link is measured anew. What
+        an interrupted sweep measured itself needs no check.
         """
         for layout in self._link_layouts():
             assert self.table is not None, "set by run()"
             scope = "inter_node" if layout[0] > 1 else "intra_node"
             known = [link for link in self.table.links if link.scope == scope]
+            if any(link.scope == scope for link in resumed):
+                continue
             if known and not self._measurer.link_has_changed(layout, known):
                 continue
             found = self._measurer.measure_links(layout)
