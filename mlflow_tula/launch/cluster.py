@@ -20,7 +20,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -32,8 +31,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mlflow_tula.errors import InvalidInputError, TulaError, WorkFailedError
 from mlflow_tula.launch.failures import RankFailure
-from mlflow_tula.launch.network import check_interface, interface_towards, interface_variables
-from mlflow_tula.launch.place import Place
+from mlflow_tula.launch.network import (
+    check_interface,
+    free_port,
+    hang_up,
+    interface_towards,
+    interface_variables,
+)
+from mlflow_tula.launch.place import Place, check_alike
 from mlflow_tula.launch.ranks import exit_code
 
 if TYPE_CHECKING:
@@ -87,6 +92,7 @@ class Cluster:
         self._alive: dict[int, tuple[int, float, float]] = {}
         self._members: dict[int, list[int]] = {}
         self.lost: set[int] = set()
+        self._heard_at = 0.0
         self._stopped = threading.Event()
         self._code: int | None = None
 
@@ -109,7 +115,7 @@ class Cluster:
             return
         others = self._await_all()
         for number, other in others.items():
-            self._compare(mine, other, self._name(number))
+            check_alike(mine, other, self._name(number))
         if mine["trouble"]:
             raise InvalidInputError(str(mine["trouble"]))
 
@@ -122,9 +128,7 @@ class Cluster:
 
     def free_master(self) -> str:
         """`host:port` of a free port on node 0, which this process must be."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{self.place.host}:{probe.getsockname()[1]}"
+        return f"{self.place.host}:{free_port()}"
 
     @property
     def present(self) -> int:
@@ -188,6 +192,8 @@ class Cluster:
         """
         store, heard = self._opened(), 0
         groups: dict[int, RankGroup] = {}
+        self._heard_at = time.monotonic()
+        threading.Thread(target=self._watch, name="tula-cluster-watch", daemon=True).start()
         try:
             while True:
                 heard += self._obey(store, heard + 1, groups)
@@ -195,6 +201,7 @@ class Cluster:
                     self._let_node_0_end(store, self._code)
                     return self._code
                 self._report(store, groups)
+                self._heard_at = time.monotonic()
                 time.sleep(_POLL_S)
         except (RuntimeError, OSError) as error:
             if isinstance(error, TulaError):
@@ -311,24 +318,6 @@ class Cluster:
         numbers = range(1, self.place.num_processes)
         return {n: json.loads(store.get(f"joined-{n}")) for n in numbers}
 
-    @staticmethod
-    def _compare(mine: Mapping[str, Any], other: Mapping[str, Any], name: str) -> None:
-        """Raise where another process is not the same as this one."""
-        if other["trouble"]:
-            raise InvalidInputError(f"{name}: {other['trouble']}")
-        if other["nodes"] != mine["nodes"]:
-            raise InvalidInputError(
-                f"{name} was told of {other['nodes']} nodes, node 0 of {mine['nodes']}: start all "
-                "with the same world size"
-            )
-        for fact, value in mine["facts"].items():
-            theirs = other["facts"].get(fact, "none")
-            if theirs != value:
-                raise InvalidInputError(
-                    f"{fact} differs between ranks: {value} on node 0, {theirs} on {name}; "
-                    "install and start the same everywhere"
-                )
-
     def _trouble(self) -> str:
         """What is wrong on this node alone."""
         try:
@@ -348,6 +337,13 @@ class Cluster:
             try:
                 store.add(key, 1)
             except (RuntimeError, OSError):
+                return
+
+    def _watch(self) -> None:
+        """End the wait for a store behind a cut link: nothing says so, and it waits for ever."""
+        while not self._stopped.wait(_BEAT_S):
+            if time.monotonic() - self._heard_at > LOST_S:
+                hang_up(self.place.port)
                 return
 
     def _silent(self, node: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
@@ -65,3 +66,24 @@ def interface_variables(name: str | None, *, insist: bool = False) -> dict[str, 
     if name is None:
         return {}
     return {key: name for key in VARIABLES if insist or key not in os.environ}
+
+
+def free_port() -> int:
+    """A port of this machine on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def hang_up(port: int) -> None:
+    """Shut this process's connections to a port elsewhere: whoever waits on one gets an error.
+
+    A link that was cut says nothing, and a read on it has no end of its own.
+    """
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port == port and connection.fd >= 0:
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(connection.fd)) as line,
+            ):
+                line.shutdown(socket.SHUT_RDWR)

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.specs import Spec
@@ -198,6 +198,24 @@ def _from_kubernetes(env: Mapping[str, str]) -> Place:
         host=host,
         port=_number(env, port_name, default=port),
     )
+
+
+def check_alike(mine: Mapping[str, Any], other: Mapping[str, Any], name: str) -> None:
+    """Raise where another process is not the same as this one."""
+    if other["trouble"]:
+        raise InvalidInputError(f"{name}: {other['trouble']}")
+    if other["nodes"] != mine["nodes"]:
+        raise InvalidInputError(
+            f"{name} was told of {other['nodes']} nodes, node 0 of {mine['nodes']}: start all "
+            "with the same world size"
+        )
+    for fact, value in mine["facts"].items():
+        theirs = other["facts"].get(fact, "none")
+        if theirs != value:
+            raise InvalidInputError(
+                f"{fact} differs between ranks: {value} on node 0, {theirs} on {name}; "
+                "install and start the same everywhere"
+            )
 
 
 def expand_nodes(listed: str) -> list[str]:
