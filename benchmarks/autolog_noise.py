@@ -124,7 +124,7 @@ def main() -> None:
         cells = [
             f"{'none' if seen is None else round(seen)} ({round(true)})" for true, seen in found
         ]
-        ratios = [seen / true for true, seen in found if seen is not None]
+        ratios = [seen / true for true, seen in found if seen is not None and true > 0]
         middle = f"{statistics.median(ratios):.2f}" if ratios else "none"
         lines.append(f"| {name} | {' | '.join(cells)} | {middle} |")
     text = "\n".join(lines) + "\n"
