@@ -88,12 +88,12 @@ def test_settings_hold_at_the_reference_batch_too():
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_the_relative_step_is_capped_and_adam_takes_the_root():
+def test_the_relative_step_is_capped_and_adam_scales_linearly():
     capped, _ = recipe(nn.Linear(2, 2), **{**BATCHES, "batch_size": 32 * 64}, warmup_epochs=0)
     assert capped.param_groups[0]["trust_coefficient"] == pytest.approx(0.05)
     assert capped.param_groups[1]["lr"] == pytest.approx(0.05 * 4)
     adam, _ = recipe(nn.Linear(2, 2), **BATCHES, optimizer="adamw", warmup_epochs=0)
-    assert adam.param_groups[0]["lr"] == pytest.approx(0.05 * 4)
+    assert adam.param_groups[0]["lr"] == pytest.approx(0.05 * 16)
 
 
 def test_wide_matrices_step_by_the_root_of_their_shorter_side_less():

@@ -119,7 +119,7 @@ def test_auto_is_the_recipes_rule_for_the_jobs_optimizer():
         device=CPU,
     )
     adam.begin_step(2)
-    assert adam.learning_rate == pytest.approx(0.002)
+    assert adam.learning_rate == pytest.approx(0.004)
 
 
 def test_a_step_whose_gradient_is_evaluated_twice_measures_the_first():
