@@ -261,7 +261,7 @@ class PartialSearch:
     def _groups(self, answers: Mapping[Probe, str]) -> list[list[Probe]]:
         """Candidates by layout, without those behind a wall that are not yet answered."""
         walls = walls_of(answers)
-        groups: dict[tuple[int, int, int], list[Probe]] = {}
+        groups: dict[tuple[int, int, int, str], list[Probe]] = {}
         for probe in self.candidates:
             walled = any(
                 world <= probe.world_size and size <= probe.local_batch_size

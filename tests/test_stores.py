@@ -62,7 +62,7 @@ def test_a_file_uri_names_the_way_out_too(clean_mlflow, monkeypatch):
 @pytest.mark.parametrize("uri", ["/absent/path", "file:///absent/path"])
 def test_a_folder_that_does_not_exist_is_not_called_a_store(uri, clean_mlflow, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    with pytest.raises(StoreError, match="no folder that exists.*sqlite:////absent/path/mlflow.db"):
+    with pytest.raises(StoreError, match=r"no folder that exists.*sqlite:////absent/path/mlflow.db"):
         check_store()
 
 
@@ -86,7 +86,7 @@ def test_a_store_of_another_mlflow_version_says_how_to_upgrade(store):
     with closing(sqlite3.connect(store)) as database:
         database.execute("UPDATE alembic_version SET version_num = 'cfd24bdc0731'")
         database.commit()
-    with pytest.raises(StoreError, match="older MLflow than .* `mlflow db upgrade sqlite:///"):
+    with pytest.raises(StoreError, match=r"older MLflow than .* `mlflow db upgrade sqlite:///"):
         check_store()
 
 

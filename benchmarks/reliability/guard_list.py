@@ -296,7 +296,7 @@ GUARDS = (
         "unknown_strategy",
         (
             "mlflow_tula/workloads/job.py",
-            '        check_strategy(self.strategy)\n',
+            "        check_strategy(self.strategy)\n",
             "",
         ),
     ),

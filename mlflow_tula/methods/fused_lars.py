@@ -99,9 +99,10 @@ def _divisors(
 
     For all groups at once: twenty small operations on every group would cost as much as a pass.
     """
-    like = {"device": norms.device, "dtype": norms.dtype}
-    coefficients = torch.tensor([g["trust_coefficient"] for g, _ in matrices], **like)
-    plain = torch.tensor([1 / g["zero_factor"] for g, _ in matrices], **like)
+    place, kind = norms.device, norms.dtype
+    trust = [g["trust_coefficient"] for g, _ in matrices]
+    coefficients = torch.tensor(trust, device=place, dtype=kind)
+    plain = torch.tensor([1 / g["zero_factor"] for g, _ in matrices], device=place, dtype=kind)
     weights = torch.stack(_norms([p.detach() for _, p in matrices])).float()
     inverse = norms / (coefficients * weights)
     inverse = torch.where(weights > 0, inverse, plain if scale is None else plain * scale)
@@ -118,8 +119,8 @@ def _kernel(
     """The call that torch's own fused SGD makes, without its sorting by device and type."""
     momentum = group["momentum"]
     torch._fused_sgd_(
-        parameters,
-        [p.grad for p in parameters],
+        list[Tensor](parameters),
+        [p.grad for p in parameters if p.grad is not None],
         [state[p]["momentum_buffer"] for p in parameters] if momentum else [],
         weight_decay=0.0,
         momentum=momentum,
