@@ -124,8 +124,12 @@ def _answering(pid: int, port: int) -> psutil.Process:
             time.sleep(0.2)
     else:
         raise SystemExit("the scoring server did not answer within 120 s: see serve.log")
-    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    return max(family, key=lambda one: one.memory_info().rss)
+    for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        # psutil 6 renamed it
+        links = (getattr(one, "net_connections", None) or one.connections)("tcp")
+        if any(link.laddr.port == port for link in links if link.laddr):
+            return one
+    raise SystemExit("no process of the scoring server listens: see serve.log")
 
 
 class Client:
