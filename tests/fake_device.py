@@ -19,6 +19,7 @@ import torch
 
 from mlflow_tula.launch import RankFailedError
 from mlflow_tula.launch.failures import RankFailure
+from mlflow_tula.model_features import ModelFeatures
 from mlflow_tula.probes import Probe
 from mlflow_tula.specs import DeviceType, HardwareSpec, Workload
 
@@ -77,6 +78,23 @@ class FakeDevice:
             return FakeSession(self, options["world_size"], options["memory_limit_bytes"])
 
         patch.setattr("mlflow_tula.probing.measure.ProbeSession", session)
+        patch.setattr("mlflow_tula.probing.measure.Counting", lambda *_, **__: FakeCounting(self))
+
+
+@dataclass
+class FakeCounting:
+    """Counts as `Counting` does, where the device says that it can be counted."""
+
+    device: FakeDevice
+
+    def result(self) -> ModelFeatures | None:
+        if not self.device.counts:
+            return None
+        line = (float(self.device.static_bytes), float(self.device.sample_bytes))
+        return ModelFeatures(peak_lines=(line,))
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 @dataclass
@@ -95,10 +113,6 @@ class FakeSession:
 
     def close(self) -> None:
         self.is_running = False
-
-    def estimate(self, local_batch_size: int, *, timeout_s: float) -> int | None:
-        self.start()
-        return self.device.allocated(local_batch_size) if self.device.counts else None
 
     def time_links(self, *, timeout_s: float) -> list[dict[str, float]]:
         self.start()

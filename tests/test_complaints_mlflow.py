@@ -269,9 +269,13 @@ def predict_frame(*args, **kwargs):
 """
 
 
-def test_mlflow_4061_12377_two_predictors_side_by_side(store: Path, table, bundle) -> None:
+def test_mlflow_4061_12377_two_predictors_side_by_side(
+    store: Path, table, bundle, remeasured
+) -> None:
     """The code of two model versions clashed in one process: each gives its own answers."""
-    first, second = register(bundle, table=table), register(bundle, table=table)
+    first = register(bundle, table=table)
+    other_table, other = remeasured(seed=1)
+    second = register(other, table=other_table)
     # The second release answers twice as much.
     place = MlflowClient().get_model_version_download_uri(second.name, str(second.version))
     script = Path(place) / "artifacts" / "predictors" / "inference.py"
@@ -282,4 +286,5 @@ def test_mlflow_4061_12377_two_predictors_side_by_side(store: Path, table, bundl
     for _ in range(2):
         expected = bundle.predict(frame)["step_time_s"].to_numpy()
         np.testing.assert_allclose(old.predict(frame)["step_time_s"], expected)
-        np.testing.assert_allclose(new.predict(frame)["step_time_s"], 2 * expected)
+        twice = 2 * other.predict(frame)["step_time_s"].to_numpy()
+        np.testing.assert_allclose(new.predict(frame)["step_time_s"], twice)

@@ -62,7 +62,9 @@ def test_a_file_uri_names_the_way_out_too(clean_mlflow, monkeypatch):
 @pytest.mark.parametrize("uri", ["/absent/path", "file:///absent/path"])
 def test_a_folder_that_does_not_exist_is_not_called_a_store(uri, clean_mlflow, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    with pytest.raises(StoreError, match=r"no folder that exists.*sqlite:////absent/path/mlflow.db"):
+    with pytest.raises(
+        StoreError, match=r"no folder that exists.*sqlite:////absent/path/mlflow.db"
+    ):
         check_store()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import psutil
@@ -45,18 +46,23 @@ def expected_seconds(table: ProfileTable, probe: Probe, settings: ProbeSettings)
 
 
 def expected_peak_bytes(
-    table: ProfileTable, probe: Probe, estimate: Callable[[int], int | None]
+    table: ProfileTable,
+    probe: Probe,
+    estimate: Callable[[int], int | None],
+    limit_bytes: float = math.inf,
 ) -> int | None:
     """Peak bytes of a rank, or None where nothing is known.
 
     A line through the two largest sizes measured at this world size. With one size measured, its
     peak plus ESTIMATE_FACTOR times what the estimate adds; with none, ESTIMATE_FACTOR times the
-    estimate and what a process holds without a model: a sweep shall not begin by running out.
+    estimate and what a process holds without a model: a sweep shall not begin by running out. Where
+    not even a batch of one would pass by that rule, the bare estimate, a lower bound.
 
     Args:
         table: rows so far.
         probe: what is to be measured.
         estimate: bytes of a step by counting, where that is possible.
+        limit_bytes: what a rank may hold.
     """
     rows = {
         row.local_batch_size: row
@@ -74,7 +80,10 @@ def expected_peak_bytes(
     if estimated is None:
         return None
     if not largest:
-        return int(_unmeasured_base(table.hardware) + ESTIMATE_FACTOR * estimated)
+        base = _unmeasured_base(table.hardware)
+        if base + ESTIMATE_FACTOR * (estimate(1) or 0) > limit_bytes:
+            return estimated
+        return int(base + ESTIMATE_FACTOR * estimated)
     growth = max(estimated - (largest[0].allocated_memory_bytes or 0), 0)
     return int(_peak(largest[0]) + ESTIMATE_FACTOR * growth)
 

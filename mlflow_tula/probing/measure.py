@@ -81,7 +81,7 @@ class Measurer:
                 return None
             return int(self.features.peak_bytes(np.array([size]))[0])
 
-        expected = expected_peak_bytes(table, probe, estimate)
+        expected = expected_peak_bytes(table, probe, estimate, limit)
         if expected is None or expected <= limit:
             return None
         return (
