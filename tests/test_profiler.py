@@ -77,7 +77,8 @@ def test_every_configuration_is_a_row_with_its_parts(profiled: Profiled) -> None
     ]
     for row in rows:
         assert (row.status, row.accumulation_steps) == ("ok", 2)
-        assert row.reason == "" or is_input_bound(row)
+        # On a busy machine one rank may be slower than the other, and then the row says so.
+        assert row.reason == "" or is_input_bound(row) or row.slowest_rank is not None
         assert row.step_time_s is not None
         parts = (row.data_time_s, row.compute_time_s, row.sync_time_s, row.optimizer_time_s)
         assert all(part is not None and part >= 0 for part in parts)
@@ -207,8 +208,6 @@ def test_wrong_requests_start_nothing() -> None:
         profile(lambda: None, data)
     with pytest.raises(InvalidInputError, match="dataset must be a function"):
         profile(net, [1, 2, 3])
-    with pytest.raises(InvalidInputError, match="strategy 'fsdp' cannot be profiled"):
-        profile(job=Job(model="vgg11", strategy="fsdp"))
     with pytest.raises(InvalidInputError, match="time_budget_s must be a finite number above 0"):
         profile(net, data, time_budget_s=0)
     with pytest.raises(InvalidInputError, match="memory_limit_bytes must be a whole number"):

@@ -17,6 +17,7 @@ from mlflow_tula.probes import Probe
 from mlflow_tula.probing.clock import HostClock, clock_for
 from mlflow_tula.probing.contention import is_contended, run_queue_wait_s
 from mlflow_tula.probing.guards import (
+    CPU_BASE_BYTES,
     default_memory_limit,
     expected_peak_bytes,
     expected_seconds,
@@ -197,7 +198,10 @@ def test_memory_is_predicted_before_a_probe_begins() -> None:
     nothing = _table()
     probe = Probe(local_batch_size=64)
     assert expected_peak_bytes(nothing, probe, lambda size: None) is None
-    assert expected_peak_bytes(nothing, probe, lambda size: 10 * size) == 640
+    # Nothing measured: half as much again as counted, and what a process holds on a CPU.
+    assert expected_peak_bytes(nothing, probe, lambda size: 10 * size) == CPU_BASE_BYTES + 960
+    # Not even one sample would pass by that rule: the bare count decides.
+    assert expected_peak_bytes(nothing, probe, lambda size: 10 * size, 5e8) == 640
     one = _table((8, 1.0, 1000))
     # 1,000 measured, 500 of them allocated; the estimate says 700 more: 1.5 times as much.
     assert expected_peak_bytes(one, probe, lambda size: 1200) == 1000 + 1050
