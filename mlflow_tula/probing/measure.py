@@ -26,6 +26,7 @@ from mlflow_tula.probing.plan import layouts
 from mlflow_tula.probing.session import ProbeSession
 from mlflow_tula.specs import Workload
 from mlflow_tula.table import COLUMNS, LinkMeasurement, Measurement, ProfileTable
+from mlflow_tula.workloads.job import is_import_path
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,9 @@ class Measurer:
 
         def estimate(size: int) -> int | None:
             if self.features is None or not self.features.peak_lines:
+                return None
+            # what own code really takes is seen in its first probe, and told by the allocator
+            if table.ok and is_import_path(self.request.job.model):
                 return None
             return int(self.features.peak_bytes(np.array([size]))[0])
 
