@@ -12,7 +12,7 @@ import pytest
 from browser_parts import WAIT_MS, Site, browser, make_store, screenshots, serve, site_of
 from mlflow import MlflowClient
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 CURVE = "step_time_s/1x1/predicted"
 PLOTS = """() => Array.from(document.querySelectorAll('.js-plotly-plot')).map(one =>

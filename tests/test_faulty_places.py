@@ -57,7 +57,7 @@ def test_a_read_only_folder(tmp_path, clean_mlflow, monkeypatch):
             check_store()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not POSTGRES, reason="needs the binaries of a PostgreSQL server")
 def test_postgresql_from_an_empty_database(clean_mlflow, monkeypatch, table, bundle):
     with postgresql() as uri:

@@ -30,7 +30,7 @@ def outcomes(folder: Path, *arguments: str) -> list[dict[str, object]]:
 
 
 @TWO_RANKS
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_rank_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
     (found,) = outcomes(tmp_path, "--only", "profile: kill on one of 2")
     assert (found["survived"], found["lost"]) == (1, 0)

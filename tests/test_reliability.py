@@ -22,7 +22,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_command_survives_a_kill(tmp_path):
     done = run("crash.py", "--short", "--seed", "3", "--results", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,7 +32,7 @@ def test_every_command_survives_a_kill(tmp_path):
     assert all(one["survived"] == 1 for one in killed.values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["store_of_an_older_schema", "output_cannot_be"])
 def test_a_store_or_folder_that_cannot_be_used(case, tmp_path):
     done = run("stores.py", "--short", "--only", case, "--results", str(tmp_path))

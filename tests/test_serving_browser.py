@@ -18,7 +18,7 @@ from mlflow_tula.specs import ClusterSpec
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH"),
     pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning"),
 ]

@@ -19,7 +19,7 @@ from mlflow_tula.serving.recommender_files import RECOMMENDER, ensure_recommende
 from mlflow_tula.specs import ClusterSpec
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TulaWarning"),
 ]
 
