@@ -272,9 +272,16 @@ def _features(
             )
         ),
         peak_lines=_envelope(lines),
+        activation_bytes_per_sample=_line(*(_after_forward(k) for k in (small, large)))[1],
         problem="; ".join(problems),
         **_facts(job, model, sample),
     )
+
+
+def _after_forward(kernels: Sequence[_Kernel]) -> float:
+    """Bytes alive when the forward pass has ended."""
+    alive = [kernel.live_bytes for kernel in kernels if kernel.phase == "forward"]
+    return float(alive[-1]) if alive else 0.0
 
 
 def _growth(small: Sequence[_Kernel], large: Sequence[_Kernel]) -> tuple[float, ...]:

@@ -64,7 +64,8 @@ class ModelFeatures(Spec):
 
     `peak_lines` are (fixed bytes, bytes a sample): the largest of these lines is how many bytes
     of tensors are alive at the step's peak. Both are empty where the kernels could not be listed;
-    `problem` says why, or what is inexact. `layers` counts modules without children by class.
+    `problem` says why, or what is inexact. `activation_bytes_per_sample` is what a sample holds
+    when the forward pass ends, for the backward pass. `layers` counts modules without children.
     """
 
     operations: tuple[OperationGroup, ...] = ()
@@ -74,6 +75,7 @@ class ModelFeatures(Spec):
     buffer_bytes: int = 0
     optimizer_bytes: int = 0
     sample_bytes: int = 0
+    activation_bytes_per_sample: float = 0.0
     layers: tuple[tuple[str, int], ...] = ()
     problem: str = ""
 
@@ -82,6 +84,7 @@ class ModelFeatures(Spec):
         for name in ("parameter_bytes", "gradient_bytes", "buffer_bytes", "optimizer_bytes"):
             check_int(name, getattr(self, name), minimum=0, maximum=2**60)
         check_int("sample_bytes", self.sample_bytes, minimum=0, maximum=2**60)
+        check_real("activation_bytes_per_sample", self.activation_bytes_per_sample)
         try:
             lines = tuple((float(fixed), float(slope)) for fixed, slope in self.peak_lines)
             layers = tuple((str(name)[:120], int(count)) for name, count in self.layers)
@@ -114,6 +117,12 @@ class ModelFeatures(Spec):
                 if phase is None or one.phase == phase
             )
         )
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """Floating-point operations per byte moved, both per sample; 0 if nothing was counted."""
+        moved = self.total("bytes_per_sample")
+        return self.flops_per_sample / moved if moved else 0.0
 
     @property
     def num_kernels(self) -> int:

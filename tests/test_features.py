@@ -76,6 +76,16 @@ def test_depthwise_gradients_cost_twice_the_forward_pass() -> None:
     assert phases["backward"] == pytest.approx(2 * phases["forward"])
 
 
+def test_activations_and_intensity_are_those_of_the_layers(tmp_path: Path) -> None:
+    features = extract(own(tmp_path, "return self.head(x.flatten(1))"))
+    # of a sample: 3 x 64 inputs, 10 logits, 10 log-probabilities and the loss's own bytes
+    assert 4 * (192 + 10 + 10) <= features.activation_bytes_per_sample <= 4 * 192 + 160
+    assert features.arithmetic_intensity > 0
+    deep, shallow = extract(Job(model="resnet34")), extract(Job(model="resnet18"))
+    assert deep.activation_bytes_per_sample > 1.3 * shallow.activation_bytes_per_sample
+    assert dict(deep.layers)["Conv2d"] == 36
+
+
 def test_optimizer_state_and_precision_count() -> None:
     job = Job(model="squeezenet1_1")
     plain, momentum, adam = (
