@@ -152,4 +152,6 @@ class ModelFeatures(Spec):
         plain["operations"] = list(plain["operations"])
         for name in ("peak_lines", "layers"):
             plain[name] = [list(pair) for pair in plain[name]]
+        if not self.activation_bytes_per_sample:  # of tables from before it was counted
+            del plain["activation_bytes_per_sample"]
         return plain
