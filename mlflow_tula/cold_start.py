@@ -123,7 +123,7 @@ def cold_bundle(
         local_batch_sizes=tuple(int(size) for size in sizes),
         other_hardware="" if elsewhere is None else elsewhere.table.hardware.slug,
     )
-    return _as_foreseen(bundle, known, own, cold, deviations, memory_sd)
+    return _as_foreseen(bundle, known, own, cold, deviations, memory_sd, features.problem)
 
 
 def _as_foreseen(
@@ -133,6 +133,7 @@ def _as_foreseen(
     cold: ColdStart,
     deviations: Sequence[float],
     memory_sd: float,
+    problem: str,
 ) -> PredictorBundle:
     """The bundle with the intervals and words of a foreseen curve, not of a measured one."""
     spread = {
@@ -183,7 +184,7 @@ def _as_foreseen(
             coverage=known.coverage,
             rows_used=len(ran),
             rows_oom=sum(row.status == "oom" for row in own),
-            warnings=(words,),
+            warnings=(words, *([f"kernels not counted as usual: {problem}"] if problem else [])),
         ),
         cold_start=cold,
         table_digest="",
@@ -228,14 +229,16 @@ def halving_probe(
     bundle: PredictorBundle,
     *,
     around: int,
+    probes: ProfileTable | None = None,
     memory_limit_bytes: float | None = None,
 ) -> ProbePlan | None:
-    """The quickest probe after which the interval at `around` is half as wide, or None."""
-    batch = np.array([float(around)])
-    before = float(np.sqrt(known.log_step_time(features, batch)[1][0, 0]))
+    """The quickest probe after which the bundle's interval at `around` is half as wide, or None."""
+    foreseen = bundle.step_time.params["spread"]["foreseen"]
+    sizes, deviations = foreseen["log2_sizes"], foreseen["deviations"]
+    before = float(np.interp(np.log2(around), sizes, deviations))
     plans = [
         plan
-        for plan in _plans(known, features, bundle, around, None, memory_limit_bytes)
+        for plan in _plans(known, features, bundle, around, probes, memory_limit_bytes)
         if plan.relative_interval <= before / 2
     ]
     return min(plans, key=lambda plan: plan.seconds, default=None)

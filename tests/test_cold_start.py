@@ -119,6 +119,15 @@ def test_what_ran_is_no_extrapolation_and_is_not_planned_again(known: CrossModel
     plan = best_probe(known, features, bundle, around=64, seconds=60.0, probes=probe)
     assert plan is not None
     assert plan.local_batch_size != 64
+    # What is left is the noise of a trial: no other single probe halves that.
+    assert halving_probe(known, features, bundle, around=64, probes=probe) is None
+
+
+def test_what_was_inexact_about_the_count_is_a_warning(known: CrossModelPredictor) -> None:
+    features, table = profile_of("resnet34")
+    told = dataclasses.replace(features, problem="meta: a branch on a value")
+    bundle = cold_bundle(known, told, table.workload)
+    assert bundle.report.warnings[1] == "kernels not counted as usual: meta: a branch on a value"
 
 
 def test_the_probe_of_most_value_is_near_the_choice_and_within_its_time(

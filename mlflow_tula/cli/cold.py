@@ -40,6 +40,7 @@ class ColdAnswer:
     features: ModelFeatures
     workload: Workload
     links: tuple[LinkMeasurement, ...]
+    probes: ProfileTable | None = None
 
     def with_probes(self, table: ProfileTable) -> ColdAnswer:
         """The same with what was measured since."""
@@ -48,7 +49,7 @@ class ColdAnswer:
         bundle = cold_bundle(
             self.known, self.features, self.workload, probes=table, links=self.links
         )
-        return dataclasses.replace(self, bundle=bundle)
+        return dataclasses.replace(self, bundle=bundle, probes=table)
 
 
 def cold_answer(
@@ -175,7 +176,12 @@ def print_how_to_sharpen(answer: ColdAnswer, choice: Recommendation, **limits: A
         low, high = seconds(point.step_time_s_lower), seconds(point.step_time_s_upper)
         note(f"step time {seconds(point.step_time_s)}, between {low} and {high} at 90 %")
     plan = halving_probe(
-        answer.known, answer.features, answer.bundle, around=choice.local_batch_size, **limits
+        answer.known,
+        answer.features,
+        answer.bundle,
+        around=choice.local_batch_size,
+        probes=answer.probes,
+        **limits,
     )
     if plan is None:
         note("no single probe halves that interval: profile it with `tula main`")
