@@ -19,7 +19,7 @@ from mlflow_tula.stores import check_store
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "reliability"))
 
-from servers import POSTGRES, fill, may_mount, postgresql, read_only, small_disk
+from servers import POSTGRES, fill, may_mount, old_store, postgresql, read_only, small_disk
 
 mounting = pytest.mark.skipif(not may_mount(), reason="needs root, to mount a small disk")
 
@@ -55,6 +55,17 @@ def test_a_read_only_folder(tmp_path, clean_mlflow, monkeypatch):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
         with pytest.raises(StoreError, match="cannot be written"):
             check_store()
+
+
+@pytest.mark.parametrize("steps_back", [1, 10])
+def test_a_store_of_an_older_mlflow(steps_back, clean_mlflow, monkeypatch):
+    path = clean_mlflow / "mlflow.db"
+    old_store(path, steps_back)
+    before = path.read_bytes()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
+    with pytest.raises(StoreError, match=r"older MLflow than .*`mlflow db upgrade sqlite:///.*`$"):
+        check_store()
+    assert path.read_bytes() == before
 
 
 @pytest.mark.long

@@ -23,8 +23,8 @@ from mlflow.exceptions import MlflowException
 from mlflow_tula.errors import StoreError
 from mlflow_tula.redaction import masked
 from mlflow_tula.specs import check_name, slugify
-from mlflow_tula.stores.making import make_sqlite, making_lock, sqlite_path
-from mlflow_tula.stores.words import first_line, quiet_mlflow, store_errors
+from mlflow_tula.stores.making import is_older, make_sqlite, making_lock, sqlite_path
+from mlflow_tula.stores.words import first_line, older_tables, quiet_mlflow, store_errors
 
 __all__ = [
     "DEFAULT_EXPERIMENT",
@@ -128,8 +128,9 @@ def _check_sqlite(path: Path, *, write: bool) -> None:
         mode = "rw" if write else "ro"
         target = f"{path.as_uri()}?mode={mode}"
         with closing(sqlite3.connect(target, uri=True, timeout=20.0)) as database:
-            database.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            if write:
+            revision = _revision(database)
+            older = revision is not None and is_older(revision)
+            if write and not older:
                 database.execute("BEGIN IMMEDIATE")
                 database.execute("CREATE TABLE tula_write_check (x INTEGER)")
                 database.rollback()
@@ -139,6 +140,17 @@ def _check_sqlite(path: Path, *, write: bool) -> None:
             f"the MLflow store {path} cannot be {verb}: {first_line(error)}; use a folder that "
             "can be, or set MLFLOW_TRACKING_URI to another store"
         ) from error
+    if older:
+        raise StoreError(f"cannot open the store {path}: {older_tables(f'sqlite:///{path}')}")
+
+
+def _revision(database: sqlite3.Connection) -> str | None:
+    """Which revision of MLflow's tables a file holds; None where it holds none."""
+    names = {row[0] for row in database.execute("SELECT name FROM sqlite_master")}
+    if "alembic_version" not in names:
+        return None
+    found = database.execute("SELECT version_num FROM alembic_version").fetchone()
+    return None if found is None else str(found[0])
 
 
 def _check_server(uri: str) -> None:

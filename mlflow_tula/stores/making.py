@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import mlflow
 from filelock import FileLock, Timeout
 
 from mlflow_tula.errors import StoreError
@@ -28,6 +29,19 @@ def sqlite_path(uri: str) -> Path | None:
         return None
     name = unquote(uri.removeprefix("sqlite:///").split("?")[0])
     return None if name in {"", ":memory:"} else Path(name).absolute()
+
+
+def is_older(revision: str) -> bool:
+    """Whether tables of this revision are behind the installed MLflow's.
+
+    Asked before MLflow opens the file: where a table is missing it migrates by itself, and a person
+    is to make a copy first.
+    """
+    from alembic.script import ScriptDirectory
+
+    scripts = ScriptDirectory(str(Path(mlflow.__file__).parent / "store" / "db_migrations"))
+    known = {one.revision for one in scripts.walk_revisions()}
+    return revision in known and revision not in scripts.get_heads()
 
 
 def make_sqlite(path: Path) -> None:

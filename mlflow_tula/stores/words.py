@@ -43,16 +43,21 @@ def _schema_trouble(error: Exception) -> str | None:
     """What to do about tables of another MLflow, in one line; None for other trouble."""
     text, uri = str(error), mlflow.get_tracking_uri()
     if "out-of-date database schema" in text:
-        return (
-            f"its tables are of an older MLflow than {mlflow.__version__}: back it up, then run "
-            f"`mlflow db upgrade {masked(uri)}`"
-        )
+        return older_tables(uri)
     if "Can't locate revision" in text:
         return (
             f"its tables are of a newer MLflow than {mlflow.__version__}: `pip install -U mlflow`, "
             f"or {_WAY_OUT}"
         )
     return None
+
+
+def older_tables(uri: str) -> str:
+    """What to do about a store whose tables an older MLflow has made."""
+    return (
+        f"its tables are of an older MLflow than {mlflow.__version__}: back it up, then run "
+        f"`mlflow db upgrade {masked(uri)}`"
+    )
 
 
 @contextmanager
