@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import socket
 import sqlite3
+import subprocess
+import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +18,7 @@ from mlflow.exceptions import MlflowException
 from mlflow_tula import stores
 from mlflow_tula.errors import StoreError
 from mlflow_tula.stores import check_store, ensure_experiment, masked, store_errors, store_exists
+from mlflow_tula.stores.making import making_lock
 
 
 @pytest.mark.parametrize(
@@ -180,3 +183,22 @@ def test_quiet_puts_back_what_was_set(monkeypatch):
         with stores.quiet_mlflow():
             assert os.environ[name] == "true"
         assert os.environ.get(name) == value
+
+
+def test_processes_with_another_temporary_folder_share_the_lock(tmp_path):
+    code = (
+        "import sys\n"
+        "from mlflow_tula.stores import making\n"
+        "making._INITIALISE_TIMEOUT_S = 0.2\n"
+        "with making.making_lock(sys.argv[1]):\n"
+        "    print('mine')\n"
+    )
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    call = [sys.executable, "-c", code, uri]
+    elsewhere = {**os.environ, "TMPDIR": str(tmp_path)}
+    with making_lock(uri):
+        held = subprocess.run(call, env=elsewhere, capture_output=True, text=True, check=False)
+    assert "another process has held the lock" in held.stderr
+    free = subprocess.run(call, env=elsewhere, capture_output=True, text=True, check=True)
+    assert free.stdout == "mine\n"
+    assert [one.name for one in tmp_path.iterdir() if one.suffix == ".lock"] == []

@@ -84,16 +84,15 @@ def make_sqlite(path: Path) -> None:
 def making_lock(uri: str) -> Iterator[None]:
     """Hold the lock under which a store is made; nothing for servers.
 
-    Of a sqlite store it lies in the temporary folder: no stray file is left beside the store.
+    Of a sqlite store it is a file of the person's cache folder, the same whatever TMPDIR says, and
+    none beside the store.
     """
     path = sqlite_path(uri)
     if path is None:
         with _database_lock(uri):
             yield
         return
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    lock = FileLock(Path(tempfile.gettempdir()) / f"tula-store-{user}-{name}.lock")
+    lock = FileLock(_lock_file(path))
     try:
         lock.acquire(timeout=_INITIALISE_TIMEOUT_S)
     except Timeout as error:
@@ -105,6 +104,21 @@ def making_lock(uri: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _lock_file(path: Path) -> Path:
+    """Where the lock of a store's file is; in the temporary folder where there is no cache."""
+    import platformdirs
+
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    folder = platformdirs.user_cache_path("mlflow_tula") / "locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    return (folder if writable else Path(tempfile.gettempdir())) / f"tula-store-{user}-{name}.lock"
 
 
 @contextmanager
