@@ -9,6 +9,7 @@ Codemap, floor by floor (a module imports only from floors below its own):
     predictors               step time, memory, convergence; formulas.py holds each equation once
     fit, cost, knee          a table becomes a PredictorBundle; time, dollars, where it stops paying
     recommend, search        the decision; which batch size to probe next
+    cold_start               the same for a model that never ran here, from counted kernels
     gradients, workloads, hardware, launch, profiler, train      the torch side
     plots, tracking, registry, plugin                            the MLflow side
     integrations             observe training loops that people already have

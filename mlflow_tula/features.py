@@ -33,12 +33,11 @@ from mlflow_tula.model_features import ModelFeatures, OperationGroup, Phase
 from mlflow_tula.workloads.datasets import Datasets, build_datasets
 from mlflow_tula.workloads.job import Job
 from mlflow_tula.workloads.losses import build_loss
-from mlflow_tula.workloads.models import build_model
+from mlflow_tula.workloads.models import AUTOCAST, build_model
 from mlflow_tula.workloads.optimizers import build_optimizer
 
 logger = logging.getLogger(__name__)
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL, LARGE = 2, 4
 """Batch sizes of the two passes; batch norm refuses one sample."""
 

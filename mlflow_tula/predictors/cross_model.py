@@ -53,6 +53,8 @@ LEVEL_SD, TILT_SD, NOISE_SD = 0.12, 0.03, 0.04
 PRIOR_MODELS = 3.0
 DEGREES = 6.0
 MEMORY_SD = 0.05
+PROBED_MEMORY = 0.5
+"""What an own probe leaves of the deviation of memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +147,7 @@ class CrossModelPredictor:
             params={
                 **step.params,
                 "memory": memory.params,
+                "half_width_90": student_quantile(0.95, DEGREES),
                 "largest_local_batch_size": float(max(model.sizes[-1] for model in models)),
             },
             models=tuple(names),
@@ -177,7 +180,7 @@ class CrossModelPredictor:
             there = formulas.memory_columns(features.peak_lines, seen.sizes)
             allocated *= _ratio(seen.allocated, there @ np.asarray(known["allocated"], float))
             peaks *= _ratio(seen.peaks, there @ np.asarray(known["peak"], float))
-            deviation *= 0.5
+            deviation *= PROBED_MEMORY
         return allocated, peaks, deviation
 
     def to_dict(self) -> dict[str, Any]:
@@ -205,6 +208,7 @@ class CrossModelPredictor:
             mean, spread = formulas.step_time_posterior(params, [one], np.array([8.0, 64.0]))
             memory = [np.asarray(params["memory"][name], float) for name in ("allocated", "peak")]
             float(params["memory"]["relative_sd"]), float(params["largest_local_batch_size"])
+            float(params["half_width_90"])
             sound = np.isfinite([*mean, *spread.ravel(), *memory[0], *memory[1]]).all()
             made = cls(
                 hardware=HardwareSpec.from_dict(data["hardware"]),

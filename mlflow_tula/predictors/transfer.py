@@ -28,6 +28,8 @@ Array = NDArray[np.float64]
 
 PRIOR_RHO, PRIOR_PAIRS, PRIOR_SD = 0.6, 2.0, 0.15
 """The share that travels, before any model was seen on both; worth so many models; its error."""
+SIZE_SD = 0.03
+"""What is left of each size by itself, beside the deviation that all sizes share."""
 LEAST_SHARED = 2
 
 
@@ -122,7 +124,7 @@ def transferred_log_times(
     foreseen, _ = there.log_step_time(features, seen.sizes)
     own = np.interp(np.log(sizes), np.log(seen.sizes), seen.log_times - foreseen)
     spread = np.full((len(sizes), len(sizes)), how.deviation**2)
-    return mean + how.rho * own, spread + np.eye(len(sizes)) * 0.03**2
+    return mean + how.rho * own, spread + np.eye(len(sizes)) * SIZE_SD**2
 
 
 def _by_model(

@@ -31,7 +31,7 @@ from mlflow_tula.probing.clock import DeviceClock
 from mlflow_tula.workloads.job import Job
 from mlflow_tula.workloads.loaders import build_loader, start_epoch
 from mlflow_tula.workloads.losses import build_loss
-from mlflow_tula.workloads.models import build_model
+from mlflow_tula.workloads.models import AUTOCAST, build_model
 from mlflow_tula.workloads.optimizers import build_optimizer
 from mlflow_tula.workloads.parallel import (
     GradientWait,
@@ -42,8 +42,6 @@ from mlflow_tula.workloads.parallel import (
 )
 
 logger = logging.getLogger(__name__)
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +150,7 @@ class TrainingSteps:
         self._device, self._clock = device, clock
         self._wait = GradientWait(clock.mark)
         self.is_sharded = is_sharded(self.module)
-        self._autocast = _AUTOCAST.get(job.precision)
+        self._autocast = AUTOCAST.get(job.precision)
         self._scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
 
     def step(self) -> StepTimes:

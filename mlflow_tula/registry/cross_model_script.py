@@ -26,8 +26,6 @@ from mlflow.pyfunc.model import PythonModel
 
 MAX_DOCUMENT = 64 * 2**20
 MAX_FEATURES = 10 * 2**20
-STUDENT_90 = 1.943
-"""Half width of a 90 % interval, in deviations, with six degrees of freedom."""
 
 
 class QuestionError(MlflowException, ValueError):  # type: ignore[misc, unused-ignore]
@@ -70,7 +68,7 @@ class AnyModel(PythonModel):
         features = read_features(text)
         batch = np.array([float(size)])
         mean, spread = self.formulas.step_time_posterior(self.params, features["operations"], batch)
-        half = STUDENT_90 * float(np.sqrt(spread[0, 0]))
+        half = self.params["half_width_90"] * float(np.sqrt(spread[0, 0]))
         columns = self.formulas.memory_columns(features["peak_lines"], batch)[0]
         memory = self.params["memory"]
         return {

@@ -112,7 +112,7 @@ def set_up(request: TrainRequest, peers: Peers) -> Setup:
     from mlflow_tula.training.sharding import EvaluationBatches, ShardedBatches
     from mlflow_tula.workloads.datasets import build_datasets
     from mlflow_tula.workloads.losses import build_loss
-    from mlflow_tula.workloads.models import build_model, has_batch_norm
+    from mlflow_tula.workloads.models import AUTOCAST, build_model, has_batch_norm
     from mlflow_tula.workloads.optimizers import build_optimizer
     from mlflow_tula.workloads.parallel import compress_gradients, ddp_options, replicate
 
@@ -170,7 +170,7 @@ def set_up(request: TrainRequest, peers: Peers) -> Setup:
         test_loader=_loader(request, data, test),
         num_test_batches=test.num_real,
         strategy=job.strategy,
-        autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision),
+        autocast=AUTOCAST.get(job.precision),
         description=_description(request, data, device, momentum, recipe.words),
     )
 

@@ -21,6 +21,9 @@ from mlflow_tula.errors import InvalidInputError, UnknownNameError
 from mlflow_tula.workloads.job import Job, is_import_path
 from mlflow_tula.workloads.resolve import call_with_known, resolve_callable
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type of torch.autocast for each precision but fp32."""
+
 
 def list_models() -> list[str]:
     """Names of torchvision's classification models, sorted."""
