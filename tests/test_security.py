@@ -399,8 +399,13 @@ def test_the_secret_of_a_living_server_is_kept_nowhere(
 
 
 @pytest.mark.slow
-def test_a_local_deployment_listens_on_the_loopback_alone(registered: str, free_port: int) -> None:
+def test_a_local_deployment_listens_on_the_loopback_alone(
+    registered: str, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the environment is not activated: MLflow starts uvicorn by its name."""
     import psutil
+
+    monkeypatch.setenv("PATH", os.defpath)
 
     program = (
         "import sys; from mlflow_tula.plugin.deployments import run_local; "
@@ -418,7 +423,7 @@ def test_a_local_deployment_listens_on_the_loopback_alone(registered: str, free_
                 for one in psutil.net_connections("tcp")
                 if one.status == psutil.CONN_LISTEN and one.laddr.port == free_port
             }
-            if addresses:
+            if addresses or process.poll() is not None:
                 break
             time.sleep(0.25)
         assert addresses == {"127.0.0.1"}

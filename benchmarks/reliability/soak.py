@@ -93,10 +93,11 @@ def serve(name: str, folder: Path) -> Iterator[Served]:
     """Serve the champion until the end of the block."""
     mark, port = uuid.uuid4().hex, free_port()
     words = ["models", "serve", "-m", f"models:/{name}@champion", "--env-manager", "local"]
+    here = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with (folder / "serve.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "mlflow", *words, "--host", "127.0.0.1", "--port", str(port)],
-            env=os.environ | {MARK: mark},
+            env=os.environ | {MARK: mark, "PATH": here},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

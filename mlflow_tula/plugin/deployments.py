@@ -11,9 +11,11 @@ Nothing is started: the champion's files are read and evaluated in this process.
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 from mlflow.deployments.base import BaseDeploymentClient
+from mlflow.exceptions import MlflowException
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -133,15 +135,26 @@ def run_local(
         model_uri: the registered predictor.
         flavor: unused.
         config: `port` (5000) and `host`.
+
+    Raises:
+        MlflowException: the server could not start; its own output says why.
     """
+    import os
     import subprocess
     import sys
+    from pathlib import Path
 
     given = config or {}
     command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", model_uri]
     command += ["--env-manager", "local", "--port", str(given.get("port", 5000))]
     command += ["--host", str(given.get("host", "127.0.0.1"))]
-    subprocess.run(command, check=True)
+    # MLflow starts uvicorn by name: that of this environment, activated or not.
+    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    done = subprocess.run(command, env={**os.environ, "PATH": here})
+    if done.returncode not in (0, -signal.SIGTERM, -signal.SIGINT):
+        raise MlflowException(
+            f"the server of {model_uri} ended with exit code {done.returncode}: see its output"
+        )
 
 
 def target_help() -> str:
