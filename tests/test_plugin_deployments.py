@@ -110,6 +110,6 @@ def test_mlflows_own_commands(registered: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_local_says_that_the_server_did_not_start(store: Path) -> None:
-    """That it does start is test_security.py::test_a_local_deployment_listens_on_the_loopback_alone."""
+    """That it does start is shown in test_security.py, where it listens on the loopback alone."""
     with pytest.raises(MlflowException, match=r"models:/tula.nope/1 ended with exit code 1"):
         deployments.run_local("any", "models:/tula.nope/1", config={"port": 5999})
