@@ -735,3 +735,21 @@ def test_two_ranks_adascale_extrapolation_and_post_local_sgd(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("scale", [None, 128.0])
+def test_lars_divisors_for_a_cpu_are_those_for_every_device(scale: float | None) -> None:
+    from mlflow_tula.methods.fused_lars import _divisors, _divisors_one_by_one
+
+    torch.manual_seed(0)
+    weights = [torch.randn(4, 3), torch.zeros(3, 3), torch.randn(5, 2, 3, 3), torch.randn(2, 2)]
+    weights[3][0, 0] = torch.nan
+    group = {"trust_coefficient": 0.02, "zero_factor": 0.5}
+    matrices = [(group, torch.nn.Parameter(weight)) for weight in weights]
+    norms = torch.tensor([0.3, 2.0, 0.0, 1.0])
+    loss_scale = None if scale is None else torch.tensor(scale)
+    wanted = torch.stack(_divisors(matrices, norms, loss_scale))
+    found = torch.stack(list(_divisors_one_by_one(matrices, norms, loss_scale)))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    assert wanted[1] == (2.0 if scale is None else 256.0)
+    assert wanted[2] == 1.0
