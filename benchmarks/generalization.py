@@ -43,6 +43,7 @@ PLANS = {
 }
 """The comparison proper, one dataset each."""
 
+_WITH_ADAM = ("plain", "sqrt_scaling", "linear_scaling", "scaling_clip", "lamb", "auto")
 MORE_PLANS = {
     "digits, batch sizes": replace(
         _DIGITS,
@@ -77,6 +78,30 @@ MORE_PLANS = {
             "batch_growth",
             "auto",
         ),
+    ),
+    "digits, adam": replace(
+        _DIGITS, task=replace(_DIGITS.task, optimizer="adam"), methods=_WITH_ADAM
+    ),
+    "mnist1d, adam": replace(
+        PLANS["mnist1d"],
+        task=replace(PLANS["mnist1d"].task, optimizer="adam"),
+        methods=_WITH_ADAM,
+    ),
+    # plain and auto, and the rivals whose mean over five seeds came nearest to auto's or above it
+    "digits, 20 seeds": replace(
+        _DIGITS,
+        seeds=20,
+        methods=("lars", "batch_growth", "scaling_autoclip", "batch_warmup", "lars_clip", "auto"),
+    ),
+    "mnist1d, 20 seeds": replace(
+        PLANS["mnist1d"],
+        seeds=20,
+        methods=("batch_growth", "lars", "lars_clip", "batch_warmup", "scaling_clip", "auto"),
+    ),
+    "fashion_mnist, 20 seeds": replace(
+        PLANS["fashion_mnist"],
+        seeds=20,
+        methods=("lamb", "extrapolation", "lars_clip", "lars", "linear_scaling", "auto"),
     ),
 }
 """On the same record file as their dataset's."""

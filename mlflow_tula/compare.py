@@ -166,7 +166,7 @@ def _rate_trials(plan: Plan) -> list[Trial]:
             seed=seed,
             split="validation",
         )
-        for rate in grids.LEARNING_RATES
+        for rate in grids.LEARNING_RATES[plan.task.optimizer]
         for seed in _seeds(max(plan.tuning_seeds, 2), "validation")
     ]
 

@@ -25,6 +25,7 @@ from mlflow_tula.comparing.summary import (
     summarize,
 )
 from mlflow_tula.comparing.tables import results_table, table_one, verdicts
+from mlflow_tula.comparing.trial import auto_settings, reference_optimizer
 from mlflow_tula.errors import InvalidInputError, SchemaError, StoreError, UnknownNameError
 from mlflow_tula.methods.catalogue import build_method
 
@@ -152,6 +153,22 @@ def test_trials_that_make_no_sense():
         Trial(task=TASK, method="plain", batch_size=64, seed=0, time_limit_s=1.0)
     with pytest.raises(InvalidInputError, match="epochs must be a finite number above 0"):
         Task(dataset="digits", epochs=0)
+    with pytest.raises(UnknownNameError, match="unknown optimizer 'adagrad'"):
+        Task(dataset="digits", optimizer="adagrad")
+
+
+def test_a_task_of_adam_is_another_and_one_of_sgd_is_recorded_as_before():
+    plain, adam = (
+        Trial(task=Task(dataset="digits", optimizer=name), method="plain", batch_size=64, seed=0)
+        for name in ("sgd", "adam")
+    )
+    assert "optimizer" not in plain.to_dict()["task"]
+    assert Trial.from_dict(adam.to_dict()) == adam
+    assert plain.key != adam.key
+    made = reference_optimizer(adam.task, torch.nn.Linear(2, 2))
+    assert type(made) is torch.optim.Adam
+    assert auto_settings(adam.task, 64)["method"] == "scaling_clip"
+    assert auto_settings(plain.task, 64)["method"] == "lars"
 
 
 def test_records_survive_a_line_that_was_cut_short(tmp_path):

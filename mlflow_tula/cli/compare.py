@@ -43,6 +43,12 @@ RECORDS = "trainings.jsonl"
     "auto",
     "Learning rate at the reference batch size; auto: chosen on the validation split.",
 )
+@option(
+    "--optimizer",
+    click.Choice(["sgd", "adam"]),
+    "sgd",
+    "The optimizer that the methods wrap.",
+)
 @option("--momentum", real("0.9", strict=False), "0.9", "Momentum of SGD, 0 to below 1.")
 @option("--weight-decay", real("5e-4", strict=False), "0", "Weight decay (L2), per step.")
 @option("--epochs", real("30"), "30", "Epochs of each training.")
@@ -128,6 +134,7 @@ def make_plan(values: dict[str, Any]) -> Plan:
         momentum=values["momentum"],
         weight_decay=values["weight_decay"],
         epochs=values["epochs"],
+        optimizer=values["optimizer"],
     )
     names = values["methods"]
     methods = DEFAULT_METHODS if names is None else tuple(n.strip() for n in names.split(","))

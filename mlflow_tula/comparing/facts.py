@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from mlflow_tula.errors import InvalidInputError, SchemaError
+from mlflow_tula.errors import InvalidInputError, SchemaError, UnknownNameError
 
 Split = Literal["validation", "test"]
 Budget = Literal["epochs", "time"]
 Decay = Literal["none", "linear"]
+TaskOptimizer = Literal["sgd", "adam"]
 
 SCHEMA_VERSION = 1
 KIND = "tula.trial"
@@ -35,9 +36,13 @@ class Task:
     epochs: float = 10.0
     decay: Decay = "none"
     """Of the learning rate over the training, for every method alike: linear goes to zero."""
+    optimizer: TaskOptimizer = "sgd"
+    """What the methods wrap; Adam has no momentum of the task's, but its own two."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""
+        if self.optimizer not in get_args(TaskOptimizer):
+            raise UnknownNameError("optimizer", self.optimizer, get_args(TaskOptimizer))
         for name in ("learning_rate", "epochs"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -77,6 +82,8 @@ class Trial:
         """Flat JSON."""
         document = asdict(self)
         document["settings"] = dict(self.settings)
+        if self.task.optimizer == "sgd":
+            del document["task"]["optimizer"]  # records from before it could be another
         return document
 
     @classmethod

@@ -10,11 +10,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlflow_tula.comparing.facts import Task
+from mlflow_tula.comparing.facts import Task, TaskOptimizer
 
 Settings = Mapping[str, Any]
 
-LEARNING_RATES = (0.005, 0.01, 0.02, 0.05)
+LEARNING_RATES: Mapping[TaskOptimizer, tuple[float, ...]] = {
+    "sgd": (0.005, 0.01, 0.02, 0.05),
+    "adam": (0.0005, 0.001, 0.002, 0.005),
+}
 """Reference rates tried for the reference batch where none is given."""
 
 SWEEP_FACTORS = (2.0, 4.0, 8.0, 16.0)

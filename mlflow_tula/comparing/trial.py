@@ -36,7 +36,7 @@ from mlflow_tula.methods.averaging import PostLocalMethod
 from mlflow_tula.methods.catalogue import build_method
 from mlflow_tula.methods.fused import make_fused_where_possible
 from mlflow_tula.methods.protocol import Method, MethodRun, TrainingPlan
-from mlflow_tula.methods.recipe import choose_method
+from mlflow_tula.methods.recipe import Family, choose_method
 
 CONTROLS = ("ags_shuffled", "ags_constant")
 """AGS's own multipliers of the same seed: at other times, and their mean in every step."""
@@ -69,7 +69,8 @@ def resolve_method(trial: Trial) -> Method:
 
 def auto_settings(task: Task, batch_size: int) -> dict[str, Any]:
     """What `recipe` chooses by its rule, spelled out, so that a record says which rule it was."""
-    rule = choose_method("sgd", batch_size / task.reference_batch_size)
+    family: Family = "sgd" if task.optimizer == "sgd" else "adaptive"
+    rule = choose_method(family, batch_size / task.reference_batch_size)
     return {"method": rule.method, **rule.settings}
 
 
@@ -281,13 +282,12 @@ def _network(task: Task, data: ArrayData) -> nn.Module:
 
 
 def reference_optimizer(task: Task, model: nn.Module) -> Optimizer:
-    """SGD with the task's settings."""
-    settings: dict[str, Any] = {
-        "lr": task.learning_rate,
-        "momentum": task.momentum,
-        "weight_decay": task.weight_decay,
-    }
-    kind: Callable[..., Optimizer] = torch.optim.SGD
+    """SGD or Adam with the task's settings."""
+    settings: dict[str, Any] = {"lr": task.learning_rate, "weight_decay": task.weight_decay}
+    kind: Callable[..., Optimizer] = torch.optim.Adam
+    if task.optimizer == "sgd":
+        kind = torch.optim.SGD
+        settings["momentum"] = task.momentum
     return make_fused_where_possible(kind, model.parameters(), **settings)
 
 
