@@ -1,6 +1,6 @@
 """SIGINT, SIGTERM and SIGKILL at random moments of `main`, `profile`, `train` and `register`.
 
-    python benchmarks/reliability/crash.py [--count 50] [--workers 2] [--seed 0] [--short]
+    python benchmarks/reliability/crash.py [--count 25] [--workers 2] [--seed 0] [--short]
 
 Each injection has a folder of its own. The command is killed at a moment drawn from its whole
 life (as an undisturbed run of it took), and then: it has ended; nothing of it still runs; what it
@@ -243,7 +243,7 @@ def plans(
 def main() -> int:
     """Run the campaign."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=50, help="Injections a command.")
+    parser.add_argument("--count", type=int, default=25, help="Injections a command.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--short", action="store_true", help="One injection a command.")
