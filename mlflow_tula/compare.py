@@ -143,6 +143,32 @@ def compare(
     )
 
 
+def run_trials(
+    trials: Sequence[Trial],
+    records: str | Path,
+    *,
+    workers: int | None = None,
+    on_outcome: OnOutcome | None = None,
+) -> list[Outcome]:
+    """Run trials that were picked by hand, such as one setting's sweep, where the file lacks them.
+
+    Args:
+        trials: what to train; the outcomes come in their order.
+        records: as for `compare`, with which it may share the file.
+        workers: trainings side by side; the process's cores when None.
+        on_outcome: hears of each outcome, those found in the file included.
+
+    Raises:
+        InvalidInputError: a dataset, network or method that cannot be used.
+        WorkFailedError: a training that raised; what was finished is in the file.
+    """
+    for task in dict.fromkeys(trial.task for trial in trials):
+        _check_data(task)
+    count = workers or len(os.sched_getaffinity(0))
+    with _Runner(RecordFile(records), count, on_outcome) as runner:
+        return runner.run(trials)
+
+
 def _check_data(task: Task) -> None:
     """Fail here, once and in one line, rather than in every worker."""
     from mlflow_tula.comparing.data import load

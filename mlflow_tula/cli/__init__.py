@@ -84,14 +84,15 @@ def main(args: list[str] | None = None) -> None:
     sys.exit(run(args))
 
 
-def run(args: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+def run(args: list[str] | None = None, command: click.Command | None = None) -> int:
+    """Run the command line, or one command that stands elsewhere, and return its exit code."""
     # Each is a field of the result as well, and stands in the table that people read.
     warnings.simplefilter("ignore", TulaWarning)
     # MLflow's own progress notes (migrations, input examples) would stand between the numbers.
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     try:
-        code = tula.main(args=args, prog_name="tula", standalone_mode=False)
+        chosen = tula if command is None else command
+        code = chosen.main(args=args, prog_name=chosen.name, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 0
