@@ -87,7 +87,10 @@ def fit(
 
 
 def _slow_ranks(rows: Sequence[Measurement]) -> list[str]:
-    """A line for each layout in which one rank was slow in most rows; step times are its own."""
+    """A line for each layout in which one rank was slow in most rows; step times are its own.
+
+    In two at least: what else a machine does can last as long as a probe.
+    """
     layouts: dict[tuple[int, int], list[Measurement]] = {}
     for row in rows:
         if row.slowest_rank_ratio is not None:
@@ -97,7 +100,7 @@ def _slow_ranks(rows: Sequence[Measurement]) -> list[str]:
         ratio = statistics.median(row.slowest_rank_ratio or 0.0 for row in group)
         slow = [row for row in group if (row.slowest_rank_ratio or 0.0) >= SLOW_RATIO]
         names = {row.slowest_rank for row in slow}
-        if 2 * len(slow) > len(group) and len(names) == 1:
+        if 2 * len(slow) > len(group) and len(slow) > 1 and len(names) == 1:
             found.append(
                 f"rank {names.pop()} of {nodes * devices} takes {ratio:.1f} times the median of "
                 "the others: predictions follow the slowest rank"

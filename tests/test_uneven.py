@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from mlflow_tula.errors import InvalidInputError, SlowRankWarning
 from mlflow_tula.fit import fit
 from mlflow_tula.hardware import detect
 from mlflow_tula.launch import RankGroup
-from mlflow_tula.launch.slow import slowest_rank
+from mlflow_tula.launch.slow import OwnTimes, slowest_rank
 from mlflow_tula.profiler import ProbeSettings, profile
-from mlflow_tula.table import SLOW_RATIO
+from mlflow_tula.specs import Workload
+from mlflow_tula.table import SLOW_RATIO, ProfileTable
 from mlflow_tula.training.balance import DEADBAND, Balancer, equalised
 from mlflow_tula.training.facts import (
     REQUEST_NAME,
@@ -106,16 +109,74 @@ def test_shares_are_whole_and_add_up(sizes: list[int], data: st.DataObject) -> N
 # ---------------------------------------------------------------- who is slow, and what to do
 
 
+def steps(*medians: float, scatter: float = 0.02) -> list[OwnTimes]:
+    return [OwnTimes.of([m * (1 - scatter), m, m * (1 + scatter)]) for m in medians]
+
+
 def test_the_slowest_rank_is_named_with_its_host() -> None:
-    found = slowest_rank([0.1, 0.1, 0.1, 0.16], ["a", "a", "b", "b"])
+    found = slowest_rank(steps(0.1, 0.1, 0.1, 0.16), ["a", "a", "b", "b"])
     assert found is not None
     assert found.is_slow
     assert found.text.startswith("rank 3 on host b takes 1.6 times the median of the others")
-    even = slowest_rank([0.1, 0.1 * (SLOW_RATIO - 0.05)])
+    even = slowest_rank(steps(0.1, 0.1 * (SLOW_RATIO - 0.05)))
     assert even is not None
     assert not even.is_slow
-    assert slowest_rank([0.1]) is None
-    assert slowest_rank([0.0, 0.1]) is None
+    assert slowest_rank(steps(0.1)) is None
+    assert slowest_rank(steps(0.0, 0.1)) is None
+
+
+def test_an_excess_within_the_scatter_of_steps_names_nobody() -> None:
+    """Bursts of other work hit six of ten steps of rank 1 and four of rank 0."""
+    often = [0.2, 0.1, 0.2, 0.1, 0.2, 0.2, 0.1, 0.2, 0.1, 0.2]
+    seldom = [0.1, 0.2, 0.1, 0.2, 0.1, 0.1, 0.2, 0.1, 0.2, 0.1]
+    found = slowest_rank([OwnTimes.of(seldom), OwnTimes.of(often)])
+    assert found is not None
+    assert (found.rank, found.ratio) == (1, pytest.approx(2.0))
+    assert not found.is_slow
+
+
+def test_a_burst_in_some_looks_names_nobody_and_a_slow_rank_stays_one() -> None:
+    quiet, hit = OwnTimes.of([0.1, 0.1]), OwnTimes.of([0.15, 0.15])
+    fast = OwnTimes.over([quiet] * 10)
+    burst = slowest_rank([fast, OwnTimes.over([hit] * 6 + [quiet] * 4)])
+    assert burst is not None
+    assert (burst.ratio, burst.is_slow) == (pytest.approx(1.5), False)
+    always = slowest_rank([fast, OwnTimes.over([hit] * 9 + [quiet])])
+    assert always is not None
+    assert always.is_slow
+
+
+@given(st.integers(0, 10**6), st.sampled_from([2, 4]))
+def test_equal_ranks_on_a_busy_machine_are_not_named(seed: int, num_ranks: int) -> None:
+    """Steps that other work doubles at random: 4 in 10 of them, on any rank."""
+    chance = random.Random(seed)
+    ranks = [
+        OwnTimes.over(
+            OwnTimes.of([0.1 * (1 + (chance.random() < 0.4)) for _ in range(5)]) for _ in range(20)
+        )
+        for _ in range(num_ranks)
+    ]
+    found = slowest_rank(ranks)
+    assert found is not None
+    assert not found.is_slow
+
+
+def test_one_probe_of_a_layout_accuses_nobody() -> None:
+    """Rows of a layout are probes minutes apart: two of them must say the same."""
+    table = ProfileTable.from_frame(
+        pd.DataFrame({"local_batch_size": [8, 16, 8, 16], "step_time_s": [0.1, 0.2, 0.12, 0.22]}),
+        workload=Workload(model="net", dataset="data", dataset_size=640),
+        hardware=detect("cpu"),
+    )
+    one, two, three, four = table.measurements
+    said = {"devices_per_node": 2, "slowest_rank": 1}
+    three = dataclasses.replace(three, **said, slowest_rank_ratio=1.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlowRankWarning)
+        fit(dataclasses.replace(table, measurements=(one, two, three)))
+    four = dataclasses.replace(four, **said, slowest_rank_ratio=1.6)
+    with pytest.warns(SlowRankWarning, match=r"rank 1 of 2 takes 1\.6 times the median"):
+        fit(dataclasses.replace(table, measurements=(one, two, three, four)))
 
 
 def test_a_split_follows_speeds_and_rests_within_the_deadband() -> None:

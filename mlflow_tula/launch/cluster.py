@@ -18,19 +18,17 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mlflow_tula.errors import InvalidInputError, TulaError, WorkFailedError
 from mlflow_tula.launch.failures import RankFailure
+from mlflow_tula.launch.folders import make_folder, remove_folder
 from mlflow_tula.launch.network import (
     check_interface,
     free_port,
@@ -210,7 +208,7 @@ class Cluster:
         finally:
             for group in groups.values():
                 group.close()
-                shutil.rmtree(group.folder, ignore_errors=True)
+                remove_folder(group.folder)
 
     def _let_node_0_end(self, store: Store, code: int) -> None:
         """Give node 0 the time to say its line: torchrun ends all when the first has failed.
@@ -237,7 +235,7 @@ class Cluster:
         elif word["kind"] == "stop" and word["group"] in groups:
             group = groups.pop(word["group"])
             group.close()
-            shutil.rmtree(group.folder, ignore_errors=True)
+            remove_folder(group.folder)
         elif word["kind"] == "start" and self._takes_part(word):
             groups[word["group"]] = self._started(word)
         return 1
@@ -249,7 +247,7 @@ class Cluster:
         """This node's part of a group."""
         from mlflow_tula.launch.group import RankGroup
 
-        folder = Path(tempfile.mkdtemp(prefix="tula-node-"))
+        folder = make_folder("tula-node-")
         return RankGroup(
             word["module"],
             word["arguments"],

@@ -21,11 +21,9 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -39,6 +37,7 @@ from mlflow_tula.errors import InvalidInputError, WorkFailedError
 from mlflow_tula.launch.environment import rank_environment as rank_environment
 from mlflow_tula.launch.environment import usable_threads
 from mlflow_tula.launch.failures import RankFailure, memory_kills, root_cause
+from mlflow_tula.launch.folders import make_folder, remove_folder
 from mlflow_tula.launch.ranks import (
     FOLDER_WORD,
     GROUP_VARIABLE,
@@ -107,7 +106,7 @@ class RankGroup:
         if check_int("nodes", nodes) > 1 and ":" not in master:
             raise InvalidInputError(f"{nodes} nodes need master as host:port, not {master!r}")
         self._owns_folder = folder is None
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="tula-ranks-"))
+        self.folder = folder or make_folder("tula-ranks-")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.identity = uuid.uuid4().hex
         threads = threads_per_rank or max(1, usable_threads() // num_ranks)
@@ -307,7 +306,7 @@ class RankGroup:
         """Stop, and remove the folder where the group made it."""
         self.stop()
         if self._owns_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder)
 
     def __enter__(self) -> Self:
         """Start the group."""

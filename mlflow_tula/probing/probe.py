@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from mlflow_tula.gradients import gradient_variability, noise_scale
-from mlflow_tula.launch.slow import slowest_rank
+from mlflow_tula.launch.slow import OwnTimes, slowest_rank
 from mlflow_tula.probing.contention import run_queue_wait_s
 from mlflow_tula.probing.memory import MemoryMeter, MemoryReading, held_bytes
 from mlflow_tula.probing.settings import ProbeSettings
@@ -48,7 +48,7 @@ class RankAnswer:
     """What one rank measured."""
 
     step_s: float
-    own_s: float | None
+    own: OwnTimes | None
     host: str
     step_std_s: float
     data_s: float
@@ -209,7 +209,7 @@ class _ProbeRun:
         own = [times.own_s for times in timed if times.own_s is not None]
         return RankAnswer(
             step_s=statistics.median(whole),
-            own_s=statistics.median(own) if own else None,
+            own=OwnTimes.of(own) if own else None,
             host=socket.gethostname(),
             step_std_s=statistics.stdev(whole) if len(whole) > 1 else 0.0,
             data_s=statistics.median(times.data_s for times in timed),
@@ -253,7 +253,7 @@ def _together(ranks: list[RankAnswer]) -> dict[str, Any]:
     passes = max(answer.passes_s for answer in ranks)
     local = [answer.local_passes_s for answer in ranks if answer.local_passes_s is not None]
     compute = min(max(local), passes) if local else None if len(ranks) > 1 else passes
-    own = [answer.own_s for answer in ranks if answer.own_s is not None]
+    own = [answer.own for answer in ranks if answer.own is not None]
     behind = slowest_rank(own, [answer.host for answer in ranks])
     used = [a.memory.device_used_bytes for a in ranks if a.memory.device_used_bytes is not None]
     waiting = [answer.waiting_share for answer in ranks if answer.waiting_share is not None]

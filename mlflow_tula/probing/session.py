@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +20,7 @@ from mlflow_tula.errors import InvalidInputError, StoreError
 from mlflow_tula.launch import RankFailedError, RankGroup, timeout_failure
 from mlflow_tula.launch.cluster import Cluster
 from mlflow_tula.launch.failures import RankFailure
+from mlflow_tula.launch.folders import make_folder, remove_folder
 from mlflow_tula.launch.ranks import FOLDER_WORD, write_json
 from mlflow_tula.probes import Probe
 from mlflow_tula.probing.settings import ProbeSettings
@@ -90,7 +89,7 @@ class ProbeSession:
             RankFailedError: the ranks ended or were not ready in time.
         """
         if self._group is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="tula-probes-"))
+            self._folder = make_folder("tula-probes-")
             self._number = 0
             self._group = RankGroup(
                 "mlflow_tula.probing.worker",
@@ -148,7 +147,7 @@ class ProbeSession:
                 write_json(folder / f"request-{self._number + 1}.json", {"kind": "stop"})
             group.close()
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
 
     def __enter__(self) -> Self:
         """Nothing is started yet."""

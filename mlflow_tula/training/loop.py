@@ -264,7 +264,7 @@ class TrainLoop:
             global_batch_size=self._setup.plan.global_batch_size,
         )
         self._tell("epoch", record=record)
-        self._watch.judge(record)
+        self._watch.judge()
         for text in self._watch.news():
             self._tell("warning", message=text)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlflow_tula.errors import TrainingError
-from mlflow_tula.launch.slow import slowest_rank
+from mlflow_tula.launch.slow import OwnTimes, slowest_rank
 from mlflow_tula.training.facts import EpochRecord, StepRecord
 
 
@@ -137,7 +137,7 @@ class Progress:
     ) -> EpochRecord:
         """Record the epoch and move on to the next."""
         tally = self.tally
-        slowest = slowest_rank(tally.rank_times_s)
+        slowest = slowest_rank([OwnTimes.of([seconds]) for seconds in tally.rank_times_s])
         self.epoch, self.step_in_epoch, self.tally = self.epoch + 1, 0, Tally()
         record = EpochRecord(
             epoch=self.epoch,
