@@ -194,13 +194,23 @@ def cut(
 ) -> None:
     """Take the last host's cable out, when something was measured or saved."""
     assert host is not None, "links are cut between namespaces"
-    wanted = "*/table.partial.json" if fault.verb == "profile" else "*/training/checkpoint.pt"
+    found = measured if fault.verb == "profile" else saved
     deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline and first.poll() is None:
-        if any((folder / "tula_output").glob(wanted)):
-            break
+    while time.monotonic() < deadline and first.poll() is None and not found(folder):
         time.sleep(0.1)
     host.cut()
+
+
+def measured(folder: Path) -> bool:
+    """Whether a profile's table so far holds a row that ran (links alone are a table too)."""
+    tables = (folder / "tula_output").glob("*/table.partial.json")
+    rows = [row for table in tables for row in json.loads(table.read_text())["measurements"]]
+    return any(row.get("status", "ok") == "ok" for row in rows)
+
+
+def saved(folder: Path) -> bool:
+    """Whether a training has a checkpoint."""
+    return any((folder / "tula_output").glob("*/training/checkpoint.pt"))
 
 
 def await_all(fault: Fault, runs: list[subprocess.Popen[bytes]]) -> list[str]:
