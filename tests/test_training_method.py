@@ -25,8 +25,13 @@ CPU = torch.device("cpu")
 TINY = Job(model="train_parts:small_net", dataset="digits", image_size=8, dataset_size=300, seed=3)
 
 
-def request(schedule: Schedule, *, batch: int = 256, accumulation: int = 1, **job: object):
-    plan = BatchPlan.of(batch, accumulation_steps=accumulation)
+BF16_ON_TWO = {"devices": 2, "gradient_compression": "bf16"}
+
+
+def request(
+    schedule: Schedule, *, batch: int = 256, accumulation: int = 1, devices: int = 1, **job: object
+):
+    plan = BatchPlan.of(batch, accumulation_steps=accumulation, devices_per_node=devices)
     return TrainRequest(
         job=TINY.replace(**job),
         plan=plan,
@@ -155,6 +160,8 @@ def test_a_step_whose_gradient_is_evaluated_twice_measures_the_first():
         ({"method": "adascale"}, {}, "at least 2 ranks or accumulation passes"),
         ({"method": "ags"}, {"strategy": "fsdp"}, "needs whole gradients on every rank"),
         ({"method_settings": {"max_norm": 2}}, {"strategy": "fsdp"}, "which takes no settings"),
+        ({"method": "adascale"}, BF16_ON_TWO, "looks at the ranks' own gradients, and so does"),
+        ({"method": "extrapolation"}, BF16_ON_TWO, "gradient_compression='bf16': take one of the"),
     ],
 )
 def test_what_a_method_needs_of_the_training(schedule, more, message):
@@ -167,6 +174,8 @@ def test_bad_methods_and_settings():
         Schedule(method="larz")
     with pytest.raises(InvalidInputError, match="use it in your own loop"):
         Schedule(method="batch_warmup")
+    with pytest.raises(InvalidInputError, match=r"post_local_sgd changes the batch size or parts"):
+        Schedule(method="post_local_sgd")
     with pytest.raises(InvalidInputError, match="method 'lars' has no setting 'speed': it has"):
         check_method(Schedule(method="lars", method_settings={"speed": 1}))
     with pytest.raises(
