@@ -2,6 +2,7 @@
 
     python benchmarks/distributed.py measure --piece alone --piece 1Gbit --piece 200Mbit
     python benchmarks/distributed.py report --markdown FILE
+    python benchmarks/distributed.py measure --kind fsdp --sizes 8,32,64,128,512 --piece ...
 
 Needs root and iproute2: hosts are network namespaces (tests/netns.py), joined by veth pairs and a
 bridge at tbf rates. Each host is pinned to one core, one rank and one thread on it. The two cores
@@ -11,6 +12,9 @@ comparison. A piece is one run of minutes; repeat `measure` in another order for
 
     alone     local batch sizes on one node, both hosts at work
     <rate>    the communication probe, then the same sizes on two nodes
+    <rate>x4  the same on four nodes, two a core: where the link is what takes the time
+
+`--kind` says how the ranks work together; sharded.py reports fsdp, accumulation.py options.
 
 The report takes the median of the rounds as the truth and predicts it from parts of the first
 round's measurements; it exits 1 where a figure misses its limit.
@@ -43,6 +47,18 @@ SIZES = (8, 16, 32, 64, 128, 256, 512)
 PROBED = (8, 64, 512)
 """Local batch sizes that are measured, and those of them that predictions may see."""
 RATES = {"1Gbit": 1e9, "200Mbit": 200e6}
+PIECES = {
+    "alone": (None, 2),
+    **{name: (rate, 2) for name, rate in RATES.items()},
+    **{f"{name}x4": (rate, 4) for name, rate in RATES.items()},
+}
+"""Bits per second (None: as fast as memory), and hosts."""
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ddp": ({}, {}),
+    "fsdp": ({"strategy": "fsdp"}, {}),
+    "options": ({}, {"accumulation_steps": (1, 4), "gradient_compression": (None, "bf16")}),
+}
+"""Of each kind: what differs in the job, and in the call of profile()."""
 PORT = 29400
 
 
@@ -70,10 +86,11 @@ def main() -> None:
 
 @main.command()
 @click.option("--piece", "pieces", multiple=True, default=("alone", *RATES), help="What to run.")
+@click.option("--kind", type=click.Choice(list(KINDS)), default="ddp", show_default=True)
 @click.option("--model", default="resnet18", show_default=True)
 @click.option("--sizes", default=",".join(map(str, SIZES)), show_default=True)
 @click.option("--records", default=RECORDS, type=click.Path(path_type=Path), show_default=True)
-def measure(pieces: Sequence[str], model: str, sizes: str, records: Path) -> None:
+def measure(pieces: Sequence[str], kind: str, model: str, sizes: str, records: Path) -> None:
     """Run pieces one after the other; each becomes one JSON file below --records."""
     sys.path.insert(0, str(ROOT / "tests"))
     import netns
@@ -82,34 +99,53 @@ def measure(pieces: Sequence[str], model: str, sizes: str, records: Path) -> Non
         raise SystemExit(f"cannot make hosts: {why_not}")
     records.mkdir(parents=True, exist_ok=True)
     for piece in pieces:
-        rate = None if piece == "alone" else RATES[piece]
-        with netns.network(2, rate_bit_per_s=rate) as net, tempfile.TemporaryDirectory() as folder:
+        rate, nodes = PIECES[piece]
+        with (
+            netns.network(nodes, rate_bit_per_s=rate) as net,
+            tempfile.TemporaryDirectory() as folder,
+        ):
             answers = [Path(folder) / f"{host.rank}.json" for host in net.hosts]
             processes = []
             for host, answer in zip(net.hosts, answers, strict=True):
                 words = ["host", "--model", model, "--sizes", sizes, "--answer", str(answer)]
+                words += ["--kind", kind, "--nodes", str(nodes)]
                 if rate is not None:
                     words += ["--node-rank", str(host.rank), "--master", net.master]
                 command = [sys.executable, __file__, *words]
-                processes.append(host.popen(command, core=host.rank, cwd=ROOT))
+                processes.append(host.popen(command, core=host.rank % 2, cwd=ROOT))
             codes = [process.wait() for process in processes]
             if any(codes):
                 raise SystemExit(f"{piece}: the hosts ended with exit codes {codes}")
             record = {"piece": piece, "model": model, **json.loads(answers[0].read_text())}
-        number = len(list(records.glob(f"{model}-{piece}-*.json"))) + 1
-        path = records / f"{model}-{piece}-{number}.json"
+        stem = stem_of(model, kind, piece)
+        path = records / f"{stem}-{len(list(records.glob(f'{stem}-*.json'))) + 1}.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
         print(f"written: {path}", flush=True)
+
+
+def stem_of(model: str, kind: str, piece: str) -> str:
+    """How the records of a piece are named, less the round's number."""
+    return "-".join([model, *([kind] if kind != "ddp" else []), piece])
 
 
 @main.command(hidden=True)
 @click.option("--model", required=True)
 @click.option("--sizes", required=True)
 @click.option("--answer", required=True, type=click.Path(path_type=Path))
+@click.option("--kind", required=True)
+@click.option("--nodes", required=True, type=int)
 @click.option("--node-rank", type=int)
 @click.option("--master", default="")
-def host(model: str, sizes: str, answer: Path, node_rank: int | None, master: str) -> None:
-    """One host's part: profile alone, or as one of two nodes."""
+def host(
+    model: str,
+    sizes: str,
+    answer: Path,
+    kind: str,
+    nodes: int,
+    node_rank: int | None,
+    master: str,
+) -> None:
+    """One host's part: profile alone, or as one of the nodes."""
     from mlflow_tula.launch.cluster import Cluster
     from mlflow_tula.launch.place import Place
     from mlflow_tula.probing.events import ProfileEvent
@@ -117,6 +153,7 @@ def host(model: str, sizes: str, answer: Path, node_rank: int | None, master: st
     from mlflow_tula.workloads.job import Job
 
     link_s: list[float] = []
+    of_job, of_profile = KINDS[kind]
 
     def watch(event: ProfileEvent) -> None:
         if event.kind == "links_measured":
@@ -126,20 +163,21 @@ def host(model: str, sizes: str, answer: Path, node_rank: int | None, master: st
 
     def run(cluster: Cluster | None) -> None:
         table = profile(
-            job=Job(model=model),
+            job=Job(model=model, **of_job),
             batch_sizes=[int(size) for size in sizes.split(",")],
             world_sizes=(1,),
-            node_counts=(1,) if cluster is None else (2,),
+            node_counts=(1,) if cluster is None else (nodes,),
             search="full",
             cluster=cluster,
             on_event=watch,
+            **of_profile,
         )
         answer.write_text(json.dumps({"link_probe_s": link_s, "table": table.to_dict()}))
 
     if node_rank is None:
         run(None)
         return
-    place = Place(launcher="options", nodes=2, node_rank=node_rank, host=master, port=PORT)
+    place = Place(launcher="options", nodes=nodes, node_rank=node_rank, host=master, port=PORT)
     with Cluster(place, join_timeout_s=60) as cluster:
         cluster.join({})
         if not place.leads:
@@ -169,13 +207,16 @@ def report(model: str, records: Path, markdown: Path | None) -> None:
     sys.exit(1 if bad or slow or missed else 0)
 
 
-def read_records(records: Path, model: str) -> dict[str, list[dict[str, Any]]]:
+def read_records(
+    records: Path, model: str, kind: str = "ddp", pieces: Sequence[str] = ("alone", *RATES)
+) -> dict[str, list[dict[str, Any]]]:
     """The rounds of each piece, in order."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for piece in ("alone", *RATES):
-        paths = sorted(records.glob(f"{model}-{piece}-*.json"))
+    for piece in pieces:
+        stem = stem_of(model, kind, piece)
+        paths = sorted(records.glob(f"{stem}-[0-9]*.json"))
         if not paths:
-            raise SystemExit(f"{records} holds no {model}-{piece}-*.json: run `measure` first")
+            raise SystemExit(f"{records} holds no {stem}-*.json: run `measure` first")
         found[piece] = [json.loads(path.read_text()) for path in paths]
     return found
 
@@ -218,9 +259,11 @@ def bundle_of(
     return tula.fit(table)
 
 
-def ask(bundle: tula.PredictorBundle, sizes: Sequence[int], **options: float) -> dict[int, float]:
-    """Predicted step times on two nodes."""
-    frame = pd.DataFrame({"local_batch_size": list(sizes), "nodes": 2})
+def ask(
+    bundle: tula.PredictorBundle, sizes: Sequence[int], *, nodes: int = 2, **options: float
+) -> dict[int, float]:
+    """Predicted step times on several nodes."""
+    frame = pd.DataFrame({"local_batch_size": list(sizes), "nodes": nodes})
     out = bundle.predict(frame, **options)
     return dict(zip(sizes, out.step_time_s.tolist(), strict=True))
 
@@ -290,6 +333,20 @@ def choice(found: dict[str, list[dict[str, Any]]], rate: str) -> dict[str, Any]:
     return {"link": rate, "chosen": mine, "best": best, "loss": loss, "samples": samples}
 
 
+def step_table(lines: Sequence[Line]) -> list[str]:
+    """Predicted beside measured step times, in Markdown."""
+    return [
+        "| predicted from | link | batch | measured | predicted | error | limit |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {line.what} | {line.link}/s | {line.local_batch_size} "
+            f"| {1e3 * line.measured_s:.0f} ms | {1e3 * line.predicted_s:.0f} ms "
+            f"| {line.error:+.1%} | {line.limit:.0%} |"
+            for line in lines
+        ),
+    ]
+
+
 def page(
     found: dict[str, list[dict[str, Any]]],
     lines: Sequence[Line],
@@ -306,13 +363,7 @@ def page(
         f"Rounds: {rounds}; largest distance between rounds: {apart}. Predictions see the first "
         f"round's local batch sizes {', '.join(map(str, PROBED))} only.",
         "",
-        "| predicted from | link | batch | measured | predicted | error | limit |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    out += [
-        f"| {line.what} | {line.link}/s | {line.local_batch_size} | {1e3 * line.measured_s:.0f} ms "
-        f"| {1e3 * line.predicted_s:.0f} ms | {line.error:+.1%} | {line.limit:.0%} |"
-        for line in lines
+        *step_table(lines),
     ]
     out += ["", "| link | recommended | measured best | slower than it |", "|---|---|---|---|"]
     out += [
