@@ -252,7 +252,7 @@ def check_training(fault: Fault, folder: Path, code: int, text: str) -> tuple[li
     last = last_line(text)
     if not fault.restarts:
         troubles = [] if code == 1 and named in last else [f"exit {code}: {last}"]
-        return troubles, last
+        return troubles, last.split(" (its log is ")[0].split(" (take ")[0]
     restart = re.search(r"restart 1 of 1 .*", text)
     line = restart.group(0) if restart else ""
     whole = f"{SAMPLES * EPOCHS:,} samples"
