@@ -29,9 +29,17 @@ BF16_ON_TWO = {"devices": 2, "gradient_compression": "bf16"}
 
 
 def request(
-    schedule: Schedule, *, batch: int = 256, accumulation: int = 1, devices: int = 1, **job: object
+    schedule: Schedule,
+    *,
+    batch: int = 256,
+    accumulation: int = 1,
+    devices: int = 1,
+    balance: bool = False,
+    **job: object,
 ):
-    plan = BatchPlan.of(batch, accumulation_steps=accumulation, devices_per_node=devices)
+    plan = BatchPlan.of(
+        batch, accumulation_steps=accumulation, devices_per_node=devices, balance=balance
+    )
     return TrainRequest(
         job=TINY.replace(**job),
         plan=plan,
@@ -161,6 +169,7 @@ def test_a_step_whose_gradient_is_evaluated_twice_measures_the_first():
         ({"method": "ags"}, {"strategy": "fsdp"}, "needs whole gradients on every rank"),
         ({"method_settings": {"max_norm": 2}}, {"strategy": "fsdp"}, "which takes no settings"),
         ({"method": "adascale"}, BF16_ON_TWO, "looks at the ranks' own gradients, and so does"),
+        ({"method": "adascale"}, {"devices": 2, "balance": True}, "without uneven batches"),
         ({"method": "extrapolation"}, BF16_ON_TWO, "gradient_compression='bf16': take one of the"),
     ],
 )

@@ -350,6 +350,11 @@ class TrainRequest(Spec):
                 "train with strategy 'ddp'"
             )
         by_hook = method in ("adascale", "extrapolation") and plan.world_size > 1
+        if by_hook and (plan.rank_batch_sizes or plan.balance):
+            raise InvalidInputError(
+                f"method {method} takes the ranks' own gradients for those of equally many "
+                "samples: train it without uneven batches"
+            )
         if by_hook and job.gradient_compression is not None:
             raise InvalidInputError(
                 f"method {method} looks at the ranks' own gradients, and so does "
