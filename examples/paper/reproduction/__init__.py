@@ -1,0 +1,1 @@
+"""What the paper's figures share: options, measurements, trainings, drawing and logging."""
