@@ -304,15 +304,16 @@ class Workload(Spec):
         """Bytes of one full gradient in fp32 (DDP reduces in the parameters' type), or None."""
         return None if self.num_parameters is None else 4 * self.num_parameters
 
-    @property
-    def sync_bytes(self) -> int | None:
-        """Bytes of the all-reduce that costs as much as a step's communication, or None.
+    def communication(self, backend: str) -> float:
+        """A step's communication, in all-reduces of a gradient.
 
-        DDP all-reduces a gradient: twice its bytes on the way. FSDP gathers the parameters in the
-        forward and in the backward pass and reduces and scatters the gradient: three times.
+        DDP makes one. FSDP gathers the parameters in the forward and in the backward pass, half an
+        all-reduce each, and reduces and scatters the gradient: another half, and on gloo a whole
+        one, since it has no reduce-scatter of its own (torch 2.14: as slow as its all-reduce).
         """
-        bytes_ = self.gradient_bytes
-        return bytes_ if bytes_ is None or self.strategy == "ddp" else 3 * bytes_ // 2
+        if self.strategy == "ddp":
+            return 1.0
+        return 2.0 if backend == "gloo" else 1.5
 
     @property
     def sharded_bytes(self) -> int:

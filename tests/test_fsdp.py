@@ -181,8 +181,17 @@ def test_each_pass_communicates() -> None:
     copied = fit_step_time(step_table(rows, "ddp"))
     assert step_time(sharded, 32, 2, 4) == pytest.approx(0.8, rel=0.1)
     assert step_time(copied, 32, 2, 4) == pytest.approx(0.5, rel=0.1)
-    assert workload().sync_bytes == 6 * P
-    assert workload(strategy="ddp").sync_bytes == 4 * P
+
+
+def test_the_backend_decides_what_sharding_sends() -> None:
+    """gloo scatters by an all-reduce: two of them a step, where others send one and a half."""
+    assert [workload().communication(name) for name in ("nccl", "gloo")] == [1.5, 2.0]
+    assert workload(strategy="ddp").communication("gloo") == 1.0
+    table = step_table([(batch, 1, 1, 0.1 * batch / 32) for batch in (16, 32, 64)], "fsdp")
+    on_cpus = dataclasses.replace(HARDWARE, device_type="cpu", backend="gloo")
+    assert fit_step_time(table).params["gradient_bytes"] == 6 * P
+    found = fit_step_time(dataclasses.replace(table, hardware=on_cpus))
+    assert found.params["gradient_bytes"] == 8 * P
 
 
 # ---------------------------------------------------------------- real ranks

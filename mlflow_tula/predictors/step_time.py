@@ -119,7 +119,7 @@ def fit(table: ProfileTable) -> StepTimePredictor:
     links = {scope: link.fit(table.links, scope) for scope in ("intra_node", "inter_node")}
     fixed = {
         # the bytes of an all-reduce that costs as much as the step's communication
-        "gradient_bytes": float(table.workload.sync_bytes or 0.0),
+        "gradient_bytes": _communication(table) * float(table.workload.gradient_bytes or 0.0),
         "links": {name: None if one is None else one.to_dict() for name, one in links.items()},
         "optimizer_s": optimizer_time(rows, cells),
         "data": data_line(rows),
@@ -154,13 +154,20 @@ def _one_pass(row: Measurement) -> Measurement:
     return replace(row, accumulation_steps=1, step_time_s=seconds, sync_time_s=None)
 
 
+def _communication(table: ProfileTable) -> float:
+    """A step's communication in all-reduces of a gradient, with the backend of the hardware."""
+    hardware = table.hardware
+    usual = "gloo" if hardware.device_type == "cpu" else "nccl"
+    return table.workload.communication(hardware.backend or usual)
+
+
 def _messages(table: ProfileTable) -> float:
     """In how many buckets gradients were sent: as the communication probe counted, or about so.
 
     FSDP gathers and scatters block by block.
     """
     if table.workload.strategy == "fsdp":
-        return 1.5 * (table.workload.num_blocks or 1)
+        return _communication(table) * (table.workload.num_blocks or 1)
     counted = [link.num_buckets for link in table.links if link.num_buckets]
     gradient = float(table.workload.gradient_bytes or 0.0)
     whole = [link.message_bytes for link in table.links if link.num_buckets]
