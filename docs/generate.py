@@ -1,4 +1,4 @@
-"""Write what follows from the command line and pyproject.toml: docs/cli.md, MLproject, conda.yaml.
+"""Write what follows from the code: docs/cli.md, MLproject, conda.yaml, the tree in README.md.
 
 python docs/generate.py            write them
 python docs/generate.py --check    exit 1 and name the file that is out of date
@@ -6,6 +6,7 @@ python docs/generate.py --check    exit 1 and name the file that is out of date
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from mlflow_tula.cli import COMMANDS, tula
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY_POINTS = ("main", "profile", "fit", "register", "recommend", "train", "compare")
+
+SCRIPTS = {"paper": "examples/paper/run.py"}
+"""Entry points that belong to the checkout and are no command of the package (decisions.md, 32)."""
 
 MLPROJECT_HEAD = """\
 # Made by `make docs` from the command line's options: change those, not this file.
@@ -59,13 +63,26 @@ def options_of(command: click.Command) -> Iterator[click.Option]:
             yield parameter
 
 
+def script_command(path: str) -> click.Command:
+    """The command of a script that stands outside the package."""
+    spec = importlib.util.spec_from_file_location("script_of_an_entry_point", ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    command = module.command
+    assert isinstance(command, click.Command)
+    return command
+
+
 def mlproject() -> str:
     """MLproject with one entry point a command, every option a parameter of the same default."""
     lines = [MLPROJECT_HEAD]
-    for name in ENTRY_POINTS:
-        command, _ = command_of(name)
+    known = [(name, f"-m mlflow_tula {name}", command_of(name)[0]) for name in ENTRY_POINTS]
+    known += [(name, path, script_command(path)) for name, path in SCRIPTS.items()]
+    for name, how, command in known:
         lines.append(f"  {name}:\n    parameters:\n")
-        call = [f"python -m mlflow_tula {name}"]
+        call = [f"python {how}"]
         for parameter in options_of(command):
             lines.append(
                 f'      {parameter.name}: {{type: string, default: "{parameter.default}"}}\n'
@@ -108,7 +125,23 @@ def help_of(command: click.Command, context: click.Context) -> str:
     return command.get_help(context)
 
 
-FILES = {"MLproject": mlproject, "conda.yaml": conda, "docs/cli.md": cli_reference}
+def readme() -> str:
+    """README.md with the tree of the code as it is."""
+    # Scripts of this folder: on the path when this one is run, not when a test loads it.
+    sys.path.insert(0, str(ROOT / "docs"))
+    from sections import put
+    from tree import tree
+
+    sys.path.pop(0)
+    return put((ROOT / "README.md").read_text(), "tree", tree())
+
+
+FILES = {
+    "MLproject": mlproject,
+    "conda.yaml": conda,
+    "docs/cli.md": cli_reference,
+    "README.md": readme,
+}
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["MLproject", "conda.yaml", "docs/cli.md"])
+@pytest.mark.parametrize("name", ["MLproject", "conda.yaml", "docs/cli.md", "README.md"])
 def test_generated_files_are_up_to_date(generate: ModuleType, name: str) -> None:
     assert (ROOT / name).read_text() == generate.FILES[name](), "run `make docs`"
 

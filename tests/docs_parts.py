@@ -1,0 +1,146 @@
+"""What the tests of the documents need: the pages, small models under real names, a prepared store.
+
+The pages' commands are run as they are written. Only what they run on is small: `sitecustomize`
+gives torchvision's names to tiny networks, in every process of a session, and `tula` and `mlflow
+run` get less time and fewer steps where a command leaves them open.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SMALL_MODELS = '''
+"""Every classification model of torchvision is a small network of the same name."""
+import importlib.abc
+import sys
+
+
+def _small(num_classes=1000, **_):
+    from torch import nn
+
+    return nn.Sequential(
+        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 16), nn.ReLU(),
+        nn.Linear(16, num_classes),
+    )
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Changes torchvision's table of models once torchvision has filled it."""
+
+    def find_spec(self, name, path, target=None):
+        if name != "torchvision.models":
+            return None
+        sys.meta_path.remove(self)
+        import importlib.util
+
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            from torchvision.models import _api
+
+            for known in ("vgg11", "resnet18", "resnet34", "resnet50"):
+                _api.BUILTIN_MODELS[known] = _small
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())
+'''
+
+LIMITS = """#!{python}
+import sys
+
+args = sys.argv[1:]
+wanted = {{
+    "main": ("--time-budget", "6s", "--max-steps", "4"),
+    "profile": ("--time-budget", "6s", "--max-steps", "4"),
+    "train": ("--dataset-size", "512"),
+}}.get(args[0] if args else "", ())
+args += wanted  # of an option that is given twice the last one counts
+from mlflow_tula.cli import main
+
+main(args)
+"""
+
+
+def load_script(path: str) -> ModuleType:
+    """A script of docs/ as a module."""
+    name = f"docs_{Path(path).stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+commands = load_script("docs/commands.py")
+
+
+def pages() -> list[str]:
+    """Every page that people read; docs/cli.md is the help itself, and tested as such."""
+    names = ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"]
+    names += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+    return [name for name in names if name != "docs/cli.md"]
+
+
+def blocks_of(page: str) -> list[Any]:
+    """The fenced blocks of a page."""
+    return list(commands.blocks((ROOT / page).read_text(encoding="utf-8"), page))
+
+
+def small_environment(folder: Path) -> dict[str, str]:
+    """An environment in which the pages' commands take seconds."""
+    here = folder / ".small"
+    here.mkdir(parents=True)
+    (here / "sitecustomize.py").write_text(SMALL_MODELS)
+    (here / "tula").write_text(LIMITS.format(python=sys.executable))
+    (here / "tula").chmod((here / "tula").stat().st_mode | stat.S_IXUSR)
+    known = commands.clean_environment(folder)
+    return {
+        **known,
+        "PATH": f"{here}{os.pathsep}{known['PATH']}",
+        "PYTHONPATH": str(here),
+        "OMP_NUM_THREADS": "1",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    }
+
+
+def free_ports(text: str) -> dict[str, str]:
+    """For each port that a page names (and MLflow's own 5000) one that is free here."""
+    written = {found[0] for found in commands.PORT.finditer(text)} | {commands.DEFAULT_PORT}
+    found = {}
+    for port in sorted(written):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            found[port] = str(probe.getsockname()[1])
+    return found
+
+
+@contextmanager
+def session_of(page: str, folder: Path, store: Path | None) -> Iterator[Any]:
+    """A shell for a page's commands, in a folder that holds a copy of the prepared store."""
+    if store is not None:
+        shutil.copytree(store, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
+    text = (ROOT / page).read_text(encoding="utf-8")
+    environment = small_environment(folder)
+    with commands.session(folder, environment, ports=free_ports(text), limit_s=300.0) as shell:
+        yield shell
