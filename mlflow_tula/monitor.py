@@ -32,6 +32,9 @@ MemoryDrift = Literal["within", "more", "less"]
 STEP_TIMES = ("step/step_time_s", "step_time_s")
 """Metrics that may hold step times: of each step, else of each epoch."""
 
+LATEST = "latest"
+"""In the place of a run's id: the newest training."""
+
 _WINDOW = 200
 _WARM_UP = 3
 _MODEL_OF_SOURCE = re.compile(r"models:/(?P<name>[^@/ ]+)@\S+ \(version (?P<version>\d+)\)")
@@ -77,7 +80,8 @@ def monitor(run_id: str, *, level: float = 0.9, tag: bool = True) -> Report:
     """Compare a training run with its prediction.
 
     Args:
-        run_id: the MLflow run, of `tula train` or of any training that logs step times.
+        run_id: the MLflow run, of `tula train` or of any training that logs step times;
+            "latest" is the newest of `tula train`.
         level: probability of the interval.
         tag: set `tula.drift`, `tula.drift_ratio` and `tula.drift_predictor` on the run.
 
@@ -87,7 +91,7 @@ def monitor(run_id: str, *, level: float = 0.9, tag: bool = True) -> Report:
     """
     require_store()  # or MLflow would make one, to look for a run in it
     client = MlflowClient()
-    run = _get_run(client, run_id)
+    run = _latest_training(client) if run_id == LATEST else _get_run(client, run_id)
     name, version = _predictor(run)
     asked = _configuration(run)
     times = _step_times(client, run)
@@ -97,7 +101,7 @@ def monitor(run_id: str, *, level: float = 0.9, tag: bool = True) -> Report:
         row = bundle.predict(_frame(asked), level=level).iloc[0]
     measured = median(times)
     report = Report(
-        run_id=run_id,
+        run_id=run.info.run_id,
         predictor=f"models:/{name}/{version}" if version else f"models:/{name}@champion",
         global_batch_size=asked["global_batch_size"],
         num_steps=len(times),
@@ -112,6 +116,23 @@ def monitor(run_id: str, *, level: float = 0.9, tag: bool = True) -> Report:
     if tag:
         _tag(client, report)
     return report
+
+
+def _latest_training(client: MlflowClient) -> Run:
+    """The newest run of `tula train` in the store."""
+    with store_errors("look for the newest training"):
+        experiments = [one.experiment_id for one in client.search_experiments()]
+        found = client.search_runs(
+            experiments,
+            filter_string="tags.`tula.command` = 'train'",
+            order_by=["attributes.start_time DESC"],
+            max_results=1,
+        )
+    if not found:
+        raise InvalidInputError(
+            "no run of `tula train` is in this store: train first, or give the id of a run"
+        )
+    return found[0]
 
 
 def _get_run(client: MlflowClient, run_id: str) -> Run:

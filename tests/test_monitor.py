@@ -119,3 +119,18 @@ def test_the_command(registered: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert run(["monitor", "nothing"]) == 2
     assert "there is no run" in capsys.readouterr().err
     assert run(["monitor", run_id, "--level", "2"]) == 2
+
+
+def test_without_a_run_it_is_the_newest_training(
+    registered: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["monitor"]) == 2
+    assert "no run of `tula train` is in this store" in capsys.readouterr().err
+    usual = predicted(registered)["step_time_s"]
+    mine = {**tags_of(registered), "tula.command": "train"}
+    training([usual], tags=mine, global_batch_size=64)
+    newest = training([2 * usual], tags=mine, global_batch_size=64)
+    training([usual], tags=tags_of(registered), global_batch_size=64)  # not of `tula train`
+    assert run(["monitor", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["run_id"], answer["drift"]) == (newest, "slower")

@@ -1,4 +1,4 @@
-"""`tula monitor RUN`: does a training take the time that was predicted?"""
+"""`tula monitor [RUN]`: does a training take the time that was predicted?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlflow_tula.cli.types import real, switch
 
 
 @click.command("monitor")
-@click.argument("run_id", metavar="RUN")
+@click.argument("run_id", metavar="[RUN]", default="latest")
 @option("--level", real("0.9"), "0.9", "Probability of the interval, above 0 and below 1.")
 @switch("--tag", default=True, text="Tag the run: tula.drift, tula.drift_ratio.")
 @options.tracking_uri_option
@@ -21,7 +21,10 @@ from mlflow_tula.cli.types import real, switch
 def command(run_id: str, as_json: bool, **values: Any) -> None:
     """Compare a running or finished training with its prediction, and tag it.
 
+    RUN is the id that `mlflow ui` shows; without one it is the newest `tula train`.
+
     \b
+    tula monitor
     tula monitor 5d1c0c3e6f0b4d8f9a7e2b1c0d9e8f7a
     """
     options.use_store(values, write=False)
