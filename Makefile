@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check security docs test test-slow test-all bench bench-serving bench-autolog accuracy accuracy-generalization cold-start distributed readme reliability clean logging-speed
+.PHONY: help env fix check security docs test test-slow test-all bench bench-serving bench-autolog accuracy accuracy-generalization cold-start distributed readme reliability clean logging-speed pictures tutorial site end-to-end profiling-cost
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,8 +36,17 @@ security: $(READY)  ## bandit, the security tests, and pip-audit (asks PyPI's da
 	$(BIN)/python -m pytest tests/test_security.py
 	$(BIN)/python benchmarks/reliability/audit.py
 
-docs: $(READY)  ## docs/cli.md and MLproject from the command line's own help
+docs: $(READY)  ## docs/cli.md, MLproject and the README's tree, from the code itself
 	$(BIN)/python docs/generate.py
+
+pictures: $(READY)  ## docs/figures/method-*.svg from the project's own functions and records
+	$(BIN)/python docs/pictures
+
+tutorial: $(READY)  ## [FOLDER=...]: run docs/tutorial.md and put the real output into it (15 minutes)
+	$(BIN)/python docs/commands.py docs/tutorial.md $(if $(FOLDER),--folder $(FOLDER))
+
+site: $(READY)  ## the documentation as a site that opens offline, strictly, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test: $(READY)  ## the fast tests, under 6 minutes
 	$(BIN)/python -m pytest -m 'not slow and not long'
@@ -92,12 +101,12 @@ bench-autolog: $(READY)  ## what autolog adds to a step, fit over 2,000 runs, no
 		observed-runs=build/observed-runs.md
 	$(BIN)/python docs/sections.py docs/accuracy.md autolog-noise=build/autolog-noise.md
 
-readme: $(READY)  ## the README's run and figure, from a real run in build/run
+readme: $(READY)  ## the README's decision and figure, from a real run in build/run
 	rm -rf build/run && mkdir -p build/run
 	cd build/run && MLFLOW_TRACKING_URI=sqlite:///mlflow.db $(abspath $(BIN))/tula main --model vgg11 \
 		> run.txt
 	cp $$(find build/run/mlartifacts -name overview.png) docs/overview.png
-	(echo '```text'; cat build/run/run.txt; echo '```') > build/run/run.md
+	(echo '```text'; sed -n '/^choice:/,$$p' build/run/run.txt; echo '```') > build/run/run.md
 	$(BIN)/python docs/sections.py README.md run=build/run/run.md
 
 accuracy-generalization: $(READY)  ## large-batch methods on three real datasets (an hour when new)
@@ -117,6 +126,20 @@ cold-start: $(READY)  ## docs/accuracy.md: models predicted from the profiles of
 	mkdir -p build
 	$(BIN)/python benchmarks/cold_start.py --markdown build/cold-start.md
 	$(BIN)/python docs/sections.py docs/accuracy.md cold-start=build/cold-start.md
+
+end-to-end: $(READY)  ## idle machine, half an hour when new: time to a target three ways, into docs/accuracy.md
+	mkdir -p build
+	$(BIN)/python benchmarks/end_to_end.py run
+	$(BIN)/python benchmarks/end_to_end.py report --markdown build/end-to-end.md \
+		--gains build/gains.md
+	$(BIN)/python docs/sections.py docs/accuracy.md end-to-end=build/end-to-end.md
+	$(BIN)/python docs/sections.py README.md gains=build/gains.md
+
+profiling-cost: $(READY)  ## idle machine, ten minutes when new: partial against full search, live, into docs/accuracy.md
+	mkdir -p build
+	$(BIN)/python benchmarks/profiling_cost.py measure
+	$(BIN)/python benchmarks/profiling_cost.py report --markdown build/profiling-cost.md
+	$(BIN)/python docs/sections.py docs/accuracy.md profiling-cost=build/profiling-cost.md
 
 clean:  ## caches and build outputs, never the environment or the store
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
