@@ -42,8 +42,9 @@ docs: $(READY)  ## docs/cli.md, MLproject and the README's tree, from the code i
 pictures: $(READY)  ## docs/figures/method-*.svg from the project's own functions and records
 	$(BIN)/python docs/pictures
 
-tutorial: $(READY)  ## [FOLDER=...]: run docs/tutorial.md and put the real output into it (15 minutes)
-	$(BIN)/python docs/commands.py docs/tutorial.md $(if $(FOLDER),--folder $(FOLDER))
+tutorial: $(READY)  ## run docs/tutorial.md in a fresh folder; its real output and pictures (15 minutes)
+	folder=$$(mktemp -d) && $(BIN)/python docs/commands.py docs/tutorial.md --folder $$folder \
+		&& $(BIN)/python docs/screenshot.py $$folder && rm -r $$folder
 
 site: $(READY)  ## the documentation as a site that opens offline, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
