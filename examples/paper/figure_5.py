@@ -42,7 +42,7 @@ def make(settings: Settings) -> Made:
 
     found, seconds = {}, 0.0
     for size in (settings.reference_batch, settings.largest):
-        trial = trainings.plain_trial(settings, size)
+        trial = trainings.first_trial(settings, size)
         trial = replace(trial, task=replace(trial.task, decay="none"))
         document = trainings.look_closely(settings, trial, snapshots=LOOKS)
         seconds += float(document["wall_s"])

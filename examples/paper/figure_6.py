@@ -36,7 +36,7 @@ def make(settings: Settings) -> Made:
 
     pieces, series, seconds = {}, {}, 0.0
     for size in (settings.reference_batch, settings.largest):
-        trial = trainings.plain_trial(settings, size)
+        trial = trainings.first_trial(settings, size)
         trial = replace(trial, task=replace(trial.task, decay="none"))
         document = trainings.look_closely(settings, trial, snapshots=LOOKS)
         (outcome,) = run_trials([trial], trainings.records(settings), workers=1)

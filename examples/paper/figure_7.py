@@ -93,11 +93,11 @@ def _densities(
     settings: Settings, factors: Sequence[float]
 ) -> tuple[dict[str, tuple[list[float], list[float]]], float]:
     """Values and density of updates by name, and the seconds they took."""
-    trials = {f"batch {settings.reference_batch}": trainings.plain_trial(
+    trials = {f"batch {settings.reference_batch}": trainings.first_trial(
         settings, settings.reference_batch)}  # fmt: skip
     for factor in factors:
         given = freeze({"scaling_factor": factor})
-        trials[f"s = {factor:g}"] = trainings.plain_trial(
+        trials[f"s = {factor:g}"] = trainings.first_trial(
             settings, settings.largest, method="static_scaling", settings=given
         )
     found, spent = {}, 0.0

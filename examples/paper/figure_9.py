@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from reproduction import profiles
-from reproduction.facts import Made, Panel, Paper, Series, Verdict, share_held
+from reproduction.facts import CHOICE, Made, Panel, Paper, Series, Verdict, share_held
 from reproduction.settings import Settings
 
 from mlflow_tula.knee import diminishing_returns
@@ -133,8 +133,8 @@ def _panel(
         series=[
             Series(name="measured", x=sizes, y=choice.times, style="points"),
             *lines,
-            Series(name="knee", x=at_knee[0], y=at_knee[1], style="diamond", color=3),
-            Series(name="minimum", x=at_best[0], y=at_best[1], style="star", color=3),
+            Series(name="knee", x=at_knee[0], y=at_knee[1], style="diamond", color=CHOICE),
+            Series(name="minimum", x=at_best[0], y=at_best[1], style="star", color=CHOICE),
         ],
         batch_axis=True,
         from_zero=True,

@@ -51,7 +51,12 @@ def make(settings: Settings) -> Made:
         seeds=settings.seeds,
         tuning_seeds=TUNING_SEEDS,
     )
-    result = compare(plan, trainings.records(settings), workers=settings.workers)
+    result = compare(
+        plan,
+        trainings.records(settings),
+        workers=settings.workers,
+        on_outcome=trainings.Progress(),
+    )
     cells = {(row.method, row.batch_size): row for row in result.rows}
     reference = result.rows[0]
     series = [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlflow_tula.plots import pages, panels
 from mlflow_tula.plots.figures import new_figure, save_png
-from reproduction.facts import Panel, Series
+from reproduction.facts import CHOICE, Panel, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def draw(folder: Path, title: str, subtitle: str, shown: Sequence[Panel]) -> Non
         _draw_panel(one, panel)
     for one in axes[len(shown) :]:
         one.set_visible(False)
-    figure.suptitle(f"{title}\n{_wrapped(subtitle, 14 * int(width))}", fontsize=11)
+    figure.suptitle(f"{title}\n{_wrapped(subtitle, int(10.5 * width))}", fontsize=11)
     save_png(figure, folder / "figure.png")
     pages.save_page(folder / "figure.html", title, subtitle, [_chart(panel) for panel in shown])
 
@@ -74,12 +74,12 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
             axes.set_xscale("log")
             panels.plain_numbers(axes.xaxis)
     if any(series.name for series in panel.series):
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, markerscale=0.7)
 
 
 def _draw_series(axes: Axes, series: Series) -> None:
     """Lines thin, points on top, stars and diamonds above all."""
-    shade = panels.color(series.color)
+    shade = _shade(series)
     kind: dict[str, Any] = {
         "line": {"linewidth": 1.4},
         "dashed": {"linewidth": 1.4, "linestyle": "--"},
@@ -98,11 +98,16 @@ def _draw_series(axes: Axes, series: Series) -> None:
         )
 
 
+def _shade(series: Series) -> str:
+    """A color of the palette, or that of choices."""
+    return panels.CHOICE_COLOR if series.color == CHOICE else panels.color(series.color)
+
+
 def _chart(panel: Panel) -> pages.Chart:
     """The same relation as a chart of the page."""
     traces: list[dict[str, Any]] = []
     for series in panel.series:
-        shade = panels.color(series.color)
+        shade = _shade(series)
         trace: dict[str, Any] = {
             **_PLOTLY[series.style],
             "x": pages.numbers(series.x),

@@ -24,9 +24,13 @@ class Verdict:
     """Of the rule, under names that MLflow takes."""
 
 
+CHOICE = -1
+"""The color of what is chosen."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """Points of one panel; `color` and `mark` count into the palette, `spread` is half a bar."""
+    """Points of one panel; `color` counts into the palette, `spread` is half an error bar."""
 
     name: str
     x: Sequence[float]

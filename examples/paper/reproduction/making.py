@@ -99,7 +99,8 @@ def _make(
     words = sentence(paper, made.verdict)
     folder = folder_of(settings, paper)
     (folder / DONE).unlink(missing_ok=True)
-    drawing.draw(folder, f"{paper.label}: {paper.subject}", words, made.panels)
+    heading = f"the claim {made.verdict.held} here: {made.verdict.because}"
+    drawing.draw(folder, f"{paper.label}: {paper.subject}", heading, made.panels)
     made.table.to_csv(folder / "table.csv", index=False)
     elapsed = time.monotonic() - began
     _log(run, paper, made, words, settings, values)

@@ -22,6 +22,7 @@ from mlflow_tula.comparing.facts import Outcome, Task, Trial, freeze
 from mlflow_tula.files import read_json, write_json
 from reproduction.settings import Settings
 
+SAY_EVERY_S = 10.0
 TWO_ERRORS = 2.0
 """Standard errors of a difference from which on it is called one."""
 
@@ -97,7 +98,9 @@ def task(settings: Settings) -> Task:
         tune=False,
         tune_learning_rate=True,
     )
-    return compare(plan, records(settings), workers=settings.workers, on_outcome=_say).plan.task
+    return compare(
+        plan, records(settings), workers=settings.workers, on_outcome=Progress()
+    ).plan.task
 
 
 def groups(
@@ -119,7 +122,7 @@ def groups(
         for seed in range(settings.seeds)
     }
     outcomes = run_trials(
-        list(trials.values()), records(settings), workers=settings.workers, on_outcome=_say
+        list(trials.values()), records(settings), workers=settings.workers, on_outcome=Progress()
     )
     found = dict(zip(trials, outcomes, strict=True))
     return {
@@ -153,9 +156,9 @@ def look_closely(settings: Settings, trial: Trial, *, snapshots: int) -> dict[st
     return read_json(path, made_by="examples/paper/run.py")
 
 
-def plain_trial(settings: Settings, size: int, **changes: Any) -> Trial:
-    """The first seed's plain training at this batch size."""
-    return replace(Trial(task=task(settings), method="plain", batch_size=size, seed=0), **changes)
+def first_trial(asked: Settings, size: int, **changes: Any) -> Trial:
+    """The first seed's plain training at this batch size, with some fields changed."""
+    return replace(Trial(task=task(asked), method="plain", batch_size=size, seed=0), **changes)
 
 
 def data_note(settings: Settings) -> str:
@@ -171,11 +174,20 @@ def data_note(settings: Settings) -> str:
     )
 
 
-def _say(outcome: Outcome, done: int, total: int) -> None:
-    from mlflow_tula.cli.render import note
+class Progress:
+    """A line now and then, where trainings take their time."""
 
-    if done % 20 == 0 or done == total:
-        note(f"trainings {done}/{total}: {outcome.trial.method} at {outcome.trial.batch_size}")
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, outcome: Outcome, done: int, total: int) -> None:
+        """Take an outcome of `compare`."""
+        from mlflow_tula.cli.render import note
+
+        if time.monotonic() - self._said > SAY_EVERY_S:
+            self._said = time.monotonic()
+            trial = outcome.trial
+            note(f"trainings {done}/{total}: {trial.method} at batch {trial.batch_size}")
 
 
 def seconds(settings: Settings, found: Iterable[Group]) -> float:
