@@ -178,6 +178,7 @@ class Progress:
     """A line now and then, where trainings take their time."""
 
     def __init__(self) -> None:
+        """Nothing was said yet."""
         self._said = time.monotonic()
 
     def __call__(self, outcome: Outcome, done: int, total: int) -> None:
