@@ -17,6 +17,8 @@ from mlflow_tula.cli import COMMANDS, tula
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY_POINTS = ["main", "profile", "fit", "register", "recommend", "train", "compare"]
+SCRIPTS = ["paper"]
+"""Entry points that are scripts of the checkout (tests/test_paper.py)."""
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +38,9 @@ def test_generated_files_are_up_to_date(generate: ModuleType, name: str) -> None
 
 def test_mlproject_entry_points_are_commands() -> None:
     project = yaml.safe_load((ROOT / "MLproject").read_text())
-    assert list(project["entry_points"]) == ENTRY_POINTS
-    for name, entry in project["entry_points"].items():
+    assert list(project["entry_points"]) == [*ENTRY_POINTS, *SCRIPTS]
+    for name in ENTRY_POINTS:
+        entry = project["entry_points"][name]
         command = tula.get_command(click.Context(tula), name)
         assert command is not None
         known = {option.name for option in command.params} - {"as_json"}
