@@ -90,6 +90,8 @@ def run(args: list[str] | None = None, command: click.Command | None = None) -> 
     warnings.simplefilter("ignore", TulaWarning)
     # MLflow's own progress notes (migrations, input examples) would stand between the numbers.
     logging.getLogger("mlflow").setLevel(logging.WARNING)
+    # A store that fails is told in one line, below; MLflow would put its own stack trace before it.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     try:
         chosen = tula if command is None else command
         code = chosen.main(args=args, prog_name=chosen.name, standalone_mode=False)
