@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check security docs test test-slow test-all bench bench-serving bench-autolog accuracy accuracy-generalization cold-start distributed readme reliability clean logging-speed pictures tutorial site end-to-end profiling-cost
+.PHONY: help env fix check security docs test test-slow test-all bench bench-serving bench-autolog accuracy accuracy-generalization cold-start distributed rank-faults readme reliability clean logging-speed pictures tutorial site end-to-end profiling-cost
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -85,9 +85,22 @@ distributed: $(READY)  ## root: two hosts over slow links on this machine, into 
 	mkdir -p build
 	$(BIN)/python benchmarks/distributed.py measure
 	$(BIN)/python benchmarks/distributed.py report --markdown build/distributed.md
+	$(BIN)/python benchmarks/distributed.py measure --kind fsdp --sizes 8,32,64,128,512
+	$(BIN)/python benchmarks/distributed.py measure --kind fsdp --sizes 8 --piece 200Mbitx4
+	$(BIN)/python benchmarks/sharded.py --markdown build/sharded.md
+	$(BIN)/python benchmarks/distributed.py measure --kind options --sizes 16 --piece alone \
+		--piece 200Mbit
+	$(BIN)/python benchmarks/accumulation.py --markdown build/accumulation.md
 	$(BIN)/python benchmarks/uneven_ranks.py --markdown build/uneven.md
 	$(BIN)/python docs/sections.py docs/distributed.md figures=build/distributed.md \
-		uneven=build/uneven.md
+		sharded=build/sharded.md accumulation=build/accumulation.md uneven=build/uneven.md
+
+rank-faults: $(READY)  ## root: twenty failing ranks and links (20 minutes), into docs/distributed.md
+	mkdir -p build
+	$(BIN)/python benchmarks/reliability/ranks.py --results build/rank-faults
+	$(BIN)/python benchmarks/reliability/report.py --folder build/rank-faults \
+		--markdown build/rank-faults.md
+	$(BIN)/python docs/sections.py docs/distributed.md faults=build/rank-faults.md
 
 bench-serving: $(READY)  ## served decisions with 1,000 predictors: latency, memory, new champions
 	$(BIN)/python benchmarks/serving.py --markdown build/serving.md
