@@ -138,8 +138,17 @@ class Session:
     def run(self, block: Block) -> tuple[int, str]:
         """Exit code and what was printed, both streams together as a terminal shows them."""
         text = PORT.sub(lambda found: self.ports.get(found[0], found[0]), block.text)
-        if any(SERVER.match(line) for line in statements(text)):
-            return self._serve(text)
+        servers = [one for one in statements(text) if SERVER.match(one)]
+        kept = "\n".join(line for line in text.splitlines() if not SERVER.match(line))
+        code, said = self._run(kept) if kept.strip() else (0, "")
+        for server in servers:
+            if code == 0:
+                code, more = self._serve(server)
+                said += more
+        return code, said
+
+    def _run(self, text: str) -> tuple[int, str]:
+        """One shell, with the variables and in the place of the one before it."""
         state, place = self.folder / ".variables", self.folder / ".place"
         # Every variable is exported, so that the next block's shell knows it as well.
         script = (
@@ -167,7 +176,7 @@ class Session:
         log = self.folder / f".server-{port}.log"
         with log.open("wb") as out:
             server = subprocess.Popen(
-                ["bash", "-c", "exec " + " ".join(statements(text))],
+                ["bash", "-c", f"exec {text}"],
                 cwd=self.folder,
                 env={**self.environment, "MLFLOW_PORT": port},
                 stdin=subprocess.DEVNULL,

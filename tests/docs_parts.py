@@ -21,46 +21,46 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SMALL_MODELS = '''
-"""Every classification model of torchvision is a small network of the same name."""
+SMALL_MODELS = """
 import importlib.abc
+import importlib.util
 import sys
 
 
-def _small(num_classes=1000, **_):
-    from torch import nn
+def small_of(known):
+    def build(num_classes=1000, **_):
+        from torch import nn
 
-    return nn.Sequential(
-        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 16), nn.ReLU(),
-        nn.Linear(16, num_classes),
-    )
+        return nn.Sequential(
+            nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 16), nn.ReLU(),
+            nn.Linear(16, num_classes),
+        )
+
+    build.__module__ = known.__module__
+    return build
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Changes torchvision's table of models once torchvision has filled it."""
-
+class Finder(importlib.abc.MetaPathFinder):
+    # changes torchvision's table of models once torchvision has filled it
     def find_spec(self, name, path, target=None):
         if name != "torchvision.models":
             return None
         sys.meta_path.remove(self)
-        import importlib.util
-
         spec = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
         def exec_module(module):
             load(module)
-            from torchvision.models import _api
-
-            for known in ("vgg11", "resnet18", "resnet34", "resnet50"):
-                _api.BUILTIN_MODELS[known] = _small
+            table = sys.modules["torchvision.models._api"].BUILTIN_MODELS
+            for name in ("vgg11", "resnet18", "resnet34", "resnet50"):
+                table[name] = small_of(table[name])
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-sys.meta_path.insert(0, _Finder())
-'''
+sys.meta_path.insert(0, Finder())
+"""
 
 LIMITS = """#!{python}
 import sys
@@ -69,7 +69,6 @@ args = sys.argv[1:]
 wanted = {{
     "main": ("--time-budget", "6s", "--max-steps", "4"),
     "profile": ("--time-budget", "6s", "--max-steps", "4"),
-    "train": ("--dataset-size", "512"),
 }}.get(args[0] if args else "", ())
 args += wanted  # of an option that is given twice the last one counts
 from mlflow_tula.cli import main
