@@ -304,17 +304,6 @@ class Workload(Spec):
         """Bytes of one full gradient in fp32 (DDP reduces in the parameters' type), or None."""
         return None if self.num_parameters is None else 4 * self.num_parameters
 
-    def communication(self, backend: str) -> float:
-        """A step's communication, in all-reduces of a gradient.
-
-        DDP makes one. FSDP gathers the parameters in the forward and in the backward pass, half an
-        all-reduce each, and reduces and scatters the gradient: another half, and on gloo a whole
-        one, since it has no reduce-scatter of its own (torch 2.14: as slow as its all-reduce).
-        """
-        if self.strategy == "ddp":
-            return 1.0
-        return 2.0 if backend == "gloo" else 1.5
-
     @property
     def sharded_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state that FSDP's ranks share; else 0.

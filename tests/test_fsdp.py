@@ -16,11 +16,12 @@ from mlflow_tula.predictors import memory_formulas as formulas
 from mlflow_tula.predictors.memory import MemoryPredictor
 from mlflow_tula.predictors.step_time import StepTimePredictor
 from mlflow_tula.predictors.step_time import fit as fit_step_time
+from mlflow_tula.predictors.sync_formulas import sync_time
 from mlflow_tula.probes import Probe
 from mlflow_tula.probing.session import ProbeSession
 from mlflow_tula.probing.settings import ProbeSettings
 from mlflow_tula.specs import HardwareSpec, Workload
-from mlflow_tula.table import Measurement, ProfileTable
+from mlflow_tula.table import LinkMeasurement, Measurement, ProfileTable
 from mlflow_tula.train import BatchPlan, Limits, train
 from mlflow_tula.workloads.job import Job
 from mlflow_tula.workloads.parallel import BLOCK_SHARE, blocks, largest_block
@@ -184,14 +185,28 @@ def test_each_pass_communicates() -> None:
 
 
 def test_the_backend_decides_what_sharding_sends() -> None:
-    """gloo scatters by an all-reduce: two of them a step, where others send one and a half."""
-    assert [workload().communication(name) for name in ("nccl", "gloo")] == [1.5, 2.0]
-    assert workload(strategy="ddp").communication("gloo") == 1.0
+    """gloo scatters by an all-reduce, and gathers slowly between two: 2 or 2.5, not 1.5 of them."""
     table = step_table([(batch, 1, 1, 0.1 * batch / 32) for batch in (16, 32, 64)], "fsdp")
-    on_cpus = dataclasses.replace(HARDWARE, device_type="cpu", backend="gloo")
-    assert fit_step_time(table).params["gradient_bytes"] == 6 * P
-    found = fit_step_time(dataclasses.replace(table, hardware=on_cpus))
-    assert found.params["gradient_bytes"] == 8 * P
+    link = LinkMeasurement(
+        scope="inter_node", nodes=2, devices_per_node=1, message_bytes=4 * P, time_s=1.0
+    )
+    links = (link, dataclasses.replace(link, message_bytes=8 * P, time_s=2.0))
+
+    def sync(backend: str, strategy: str = "fsdp") -> list[float]:
+        """Seconds of communication on 2 and 4 nodes, in all-reduces of two."""
+        mine = dataclasses.replace(
+            table,
+            links=links,
+            workload=workload(strategy=strategy),
+            hardware=dataclasses.replace(HARDWARE, backend=backend),
+        )
+        tier = fit_step_time(mine).params["inter_node"]
+        nodes = np.array([2.0, 4.0])
+        return sync_time(tier, nodes, np.ones(2))[0].tolist()
+
+    assert sync("nccl") == pytest.approx([1.5, 2.25], rel=1e-6)
+    assert sync("gloo") == pytest.approx([2.5, 3.0], rel=1e-6)
+    assert sync("gloo", "ddp") == pytest.approx([1.0, 1.5], rel=1e-6)
 
 
 # ---------------------------------------------------------------- real ranks

@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlflow_tula.errors import SchemaError, TableError
-from mlflow_tula.predictors import compute_curve, contention, link, step_time_words, sync_level
+from mlflow_tula.predictors import (
+    communication,
+    compute_curve,
+    contention,
+    link,
+    step_time_words,
+    sync_level,
+)
 from mlflow_tula.predictors import step_time_formulas as formulas
 from mlflow_tula.predictors.formulas import student_quantile
 from mlflow_tula.predictors.step_time_rows import (
@@ -119,12 +126,14 @@ def fit(table: ProfileTable) -> StepTimePredictor:
     links = {scope: link.fit(table.links, scope) for scope in ("intra_node", "inter_node")}
     fixed = {
         # the bytes of an all-reduce that costs as much as the step's communication
-        "gradient_bytes": _communication(table) * float(table.workload.gradient_bytes or 0.0),
+        "gradient_bytes": communication.all_reduces(table)
+        * float(table.workload.gradient_bytes or 0.0),
         "links": {name: None if one is None else one.to_dict() for name, one in links.items()},
         "optimizer_s": optimizer_time(rows, cells),
         "data": data_line(rows),
         "backward": backward_shares(rows),
-        "messages": _messages(table),
+        "messages": communication.messages(table),
+        "pair_factor": communication.pair_factor(table),
         "sync_every_pass": table.workload.strategy == "fsdp",
         # only ranks of one node on a CPU compute with the same cores
         "shared_cores": table.hardware.device_type == "cpu",
@@ -152,29 +161,6 @@ def _one_pass(row: Measurement) -> Measurement:
     once = min(row.optimizer_time_s or 0.0, 0.9 * row.step_time_s)
     seconds = once + (row.step_time_s - once) / row.accumulation_steps
     return replace(row, accumulation_steps=1, step_time_s=seconds, sync_time_s=None)
-
-
-def _communication(table: ProfileTable) -> float:
-    """A step's communication in all-reduces of a gradient, with the backend of the hardware."""
-    hardware = table.hardware
-    usual = "gloo" if hardware.device_type == "cpu" else "nccl"
-    return table.workload.communication(hardware.backend or usual)
-
-
-def _messages(table: ProfileTable) -> float:
-    """In how many buckets gradients were sent: as the communication probe counted, or about so.
-
-    FSDP gathers and scatters block by block.
-    """
-    if table.workload.strategy == "fsdp":
-        return _communication(table) * (table.workload.num_blocks or 1)
-    counted = [link.num_buckets for link in table.links if link.num_buckets]
-    gradient = float(table.workload.gradient_bytes or 0.0)
-    whole = [link.message_bytes for link in table.links if link.num_buckets]
-    if counted and max(whole) >= 0.99 * gradient:
-        return float(counted[0])
-    caps = [row.bucket_bytes for row in table.ok if row.bucket_bytes is not None]
-    return formulas.num_buckets(gradient, caps[0] if caps else None) if gradient else 1.0
 
 
 def _fit_cells(cells: Sequence[Cell], fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,7 +301,7 @@ def _empty_tier(
         shared_cores=fixed["shared_cores"],
         hiding_known=fixed["backward"] is not None,
     )
-    tier["messages"] = fixed["messages"]
+    tier |= {name: fixed[name] for name in ("messages", "pair_factor")}
     own = "inter_node" if counts == "nodes" else "intra_node"
     if links[own] is None or not fixed["gradient_bytes"]:
         return tier

@@ -60,11 +60,13 @@ def log_growth(
 ) -> Array:
     """How synchronisation grows with the ranks, as a logarithm up to a constant.
 
-    With the link's terms: their sum. Without: a weighted geometric mean of no growth, of a
+    With the link's terms: their sum (two ranks may take longer than the law of more says:
+    `pair_factor`, gloo's gather). Without: a weighted geometric mean of no growth, of a
     ring's `2 (W - 1) / W` and of one whose latency counts, `0.7 + 0.3 log2(n)`. Fewer ranks than
     were measured are not taken to be faster.
     """
     half = tier.get("compressed", False) if compressed is None else compressed
+    pair = np.where(nodes * devices == 2.0, np.log(tier.get("pair_factor", 1.0)), 0.0)
     if tier["links"] is not None:
         total: Array = np.zeros_like(nodes)
         for scope, count in (("intra_node", devices), ("inter_node", nodes)):
@@ -76,13 +78,13 @@ def log_growth(
                     messages=tier.get("messages", 1.0),
                     compressed=half,
                 )
-        return np.asarray(np.log(np.maximum(total, TINY)))
+        return np.asarray(pair + np.log(np.maximum(total, TINY)))
     ranks = np.maximum(nodes * devices, tier["fewest_ranks"])
     units = np.maximum(nodes if tier["counts"] == "nodes" else devices, tier["fewest_units"])
     ring = np.log(2.0 * (ranks - 1.0) / ranks)
     latency = np.log(0.7 + 0.3 * np.log2(units))
     sent = np.where(half, np.log(0.5), 0.0)
-    return np.asarray(tier["ring_weight"] * ring + tier["latency_weight"] * latency + sent)
+    return np.asarray(pair + tier["ring_weight"] * ring + tier["latency_weight"] * latency + sent)
 
 
 def sync_time(tier: Mapping[str, Any], nodes: Array, devices: Array) -> Array:
