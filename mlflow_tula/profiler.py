@@ -133,6 +133,8 @@ def profile(
         check_real("time_budget_s", time_budget_s, strict=True)
     hardware = detect()
     with _own_parts(model_fn, dataset, loss_fn, optimizer_fn, job) as (whole_job, whole):
+        for compression in gradient_compression:
+            whole_job.replace(gradient_compression=compression)  # refused where it cannot be
         request = SweepRequest(
             job=whole_job,
             whole=whole,

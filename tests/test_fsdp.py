@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from test_uneven import trained
 from torch import nn
 
 from mlflow_tula.errors import InvalidInputError, UnknownNameError
+from mlflow_tula.fit import fit
 from mlflow_tula.predictors import memory_formulas as formulas
 from mlflow_tula.predictors.memory import MemoryPredictor
 from mlflow_tula.predictors.step_time import StepTimePredictor
@@ -20,7 +22,9 @@ from mlflow_tula.predictors.sync_formulas import sync_time
 from mlflow_tula.probes import Probe
 from mlflow_tula.probing.session import ProbeSession
 from mlflow_tula.probing.settings import ProbeSettings
-from mlflow_tula.specs import HardwareSpec, Workload
+from mlflow_tula.profiler import profile
+from mlflow_tula.recommend import recommend
+from mlflow_tula.specs import ClusterSpec, HardwareSpec, Workload
 from mlflow_tula.table import LinkMeasurement, Measurement, ProfileTable
 from mlflow_tula.train import BatchPlan, Limits, train
 from mlflow_tula.workloads.job import Job
@@ -60,6 +64,34 @@ def test_automatic_uneven_batches_need_ddp(tmp_path: Path) -> None:
     plan = BatchPlan.of(8, balance=True)
     with pytest.raises(InvalidInputError, match="cannot be found automatically"):
         train(Job(model="vgg11", strategy="fsdp"), plan, epochs=1, output_dir=tmp_path)
+
+
+@pytest.mark.parametrize("way", [{"gradient_compression": "bf16"}, {"bucket_mb": 5}])
+def test_ways_to_send_gradients_are_those_of_ddp(way: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match="say how DDP sends gradients, and strategy 'fsdp'"):
+        Job(model="vgg11", strategy="fsdp", **way)
+
+
+def test_a_profile_of_compression_needs_ddp() -> None:
+    with pytest.raises(InvalidInputError, match="gathers and scatters blocks: leave them out"):
+        profile(
+            job=Job(model="vgg11", strategy="fsdp"),
+            batch_sizes=[8],
+            gradient_compression=(None, "bf16"),
+        )
+
+
+def test_a_prediction_of_compression_needs_ddp_and_fsdp_gets_no_such_advice() -> None:
+    rows = [(batch, 1, 1, 0.1 * batch / 32) for batch in (16, 32, 64)]
+    rows += [(batch, 2, 1, 0.1 * batch / 32 + 0.1) for batch in (16, 32, 64)]
+    bundle = fit(step_table(rows, "fsdp"))
+    asked = pd.DataFrame({"local_batch_size": [32], "devices_per_node": [2]})
+    with pytest.raises(InvalidInputError, match="measured with strategy fsdp: leave them out"):
+        bundle.predict(asked, gradient_compression="bf16")
+    cluster = ClusterSpec(devices_per_node=2)
+    assert recommend(bundle, cluster=cluster, candidates=[64]).advice == ()
+    copied = fit(step_table(rows, "ddp"))
+    assert recommend(copied, cluster=cluster, candidates=[64]).advice != ()
 
 
 # ---------------------------------------------------------------- blocks

@@ -138,10 +138,15 @@ def with_options(
     """The same parameters for gradients that are sent in another way than DDP's own.
 
     Raises:
-        ValueError: a compression that does not exist.
+        ValueError: a compression that does not exist, or DDP's ways asked of FSDP.
     """
     if compression not in (None, "none", "bf16"):
         raise ValueError(f"gradient_compression must be none or bf16, not {compression!r}")
+    if params.get("sync_every_pass") and (compression == "bf16" or bucket_bytes is not None):
+        raise ValueError(
+            "gradient_compression and bucket_bytes say how DDP sends gradients, and this was "
+            "measured with strategy fsdp: leave them out"
+        )
     changed = dict(params)
     for name in ("intra_node", "inter_node"):
         tier = dict(params[name])

@@ -26,8 +26,11 @@ ACCUMULATIONS = (2, 4, 8)
 
 
 def advise(request: Request, chosen: CurvePoint) -> tuple[str, ...]:
-    """Sentences on compression and accumulation; none on one rank."""
-    if chosen.world_size == 1:
+    """Sentences on compression and accumulation; none on one rank.
+
+    FSDP has neither: it sends no gradients as DDP does, and communicates in every pass.
+    """
+    if chosen.world_size == 1 or request.bundle.workload.strategy == "fsdp":
         return ()
     found = []
     now = _ask(request, chosen, request.gradient_compression)

@@ -159,6 +159,11 @@ class Job(Spec):
             check_choice("gradient compression", self.gradient_compression, Compression)
         if self.bucket_mb is not None:
             check_real("bucket_mb", self.bucket_mb, strict=True, maximum=2**16)
+        if self.strategy == "fsdp" and (self.gradient_compression or self.bucket_mb is not None):
+            raise InvalidInputError(
+                "gradient_compression and bucket_mb say how DDP sends gradients, and strategy "
+                "'fsdp' gathers and scatters blocks: leave them out, or take strategy 'ddp'"
+            )
         for name, largest in (
             ("image_size", 8192),
             ("dataset_size", 10**9),
