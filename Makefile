@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check security docs test test-slow test-all bench bench-serving bench-autolog accuracy accuracy-generalization cold-start distributed rank-faults readme reliability clean logging-speed pictures tutorial site end-to-end profiling-cost
+.PHONY: help env fix check security docs test test-slow test-all bench bench-serving bench-autolog accuracy accuracy-generalization cold-start dist distributed rank-faults readme reliability clean logging-speed pictures tutorial site end-to-end profiling-cost
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -154,6 +154,11 @@ profiling-cost: $(READY)  ## idle machine, ten minutes when new: partial against
 	$(BIN)/python benchmarks/profiling_cost.py measure
 	$(BIN)/python benchmarks/profiling_cost.py report --markdown build/profiling-cost.md
 	$(BIN)/python docs/sections.py docs/accuracy.md profiling-cost=build/profiling-cost.md
+
+dist: $(READY)  ## wheel and sdist in dist/, with setuptools of the environment, checked by twine
+	rm -rf dist build/lib build/bdist.*
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:  ## caches and build outputs, never the environment or the store
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
