@@ -19,6 +19,10 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+SHIM = "https://unpkg.com/iframe-worker/shim"
+OWN_SHIM = "assets/search_from_disk.js"
+"""How the offline plugin searches pages that are opened from the disk, and how we do."""
+
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -33,6 +37,16 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links of a page in docs/ that leave the folder."""
     return markdown if page.file.src_uri in PAGES.values() else LINK.sub(_from_docs, markdown)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Nothing of a page comes from elsewhere; all pages lie in one folder."""
+    return output.replace(SHIM, OWN_SHIM)
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """The same for the page of what is not found."""
+    return output_content.replace(SHIM, OWN_SHIM)
 
 
 def as_page(text: str) -> str:
