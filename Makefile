@@ -8,7 +8,7 @@ DATA ?= data
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
 
-.PHONY: help env fix check security docs test test-slow test-all bench bench-serving bench-autolog accuracy accuracy-generalization cold-start dist distributed rank-faults readme reliability clean logging-speed pictures tutorial site end-to-end profiling-cost
+.PHONY: help env fix check security docs test test-slow test-all bench bench-serving bench-autolog accuracy accuracy-generalization cold-start dist distributed rank-faults readme reliability clean logging-speed pictures tutorial site end-to-end profiling-cost paper
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -159,6 +159,13 @@ dist: $(READY)  ## wheel and sdist in dist/, with setuptools of the environment,
 	rm -rf dist build/lib build/bdist.*
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
+
+paper: $(READY)  ## idle machine, most of an hour when new: the paper's figures, into docs/paper.md
+	mkdir -p build
+	$(BIN)/python examples/paper/run.py --figure all --output-dir build/paper \
+		--tracking-uri sqlite:///build/paper.db
+	$(BIN)/python examples/paper/report.py --output-dir build/paper --markdown build/paper.md
+	$(BIN)/python docs/sections.py docs/paper.md figures=build/paper.md
 
 clean:  ## caches and build outputs, never the environment or the store
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
