@@ -17,7 +17,7 @@ import click
 from mlflow_tula.cli import COMMANDS, tula
 
 ROOT = Path(__file__).resolve().parent.parent
-ENTRY_POINTS = ("main", "profile", "fit", "register", "recommend", "train", "compare")
+ENTRY_POINTS = ("main", "demo", "profile", "fit", "register", "recommend", "train", "compare")
 
 SCRIPTS = {"paper": "examples/paper/run.py"}
 """Entry points that belong to the checkout and are no command of the package (decisions.md, 32)."""

@@ -16,7 +16,7 @@ from mlflow_tula import __version__
 from mlflow_tula.cli import COMMANDS, tula
 
 ROOT = Path(__file__).resolve().parent.parent
-ENTRY_POINTS = ["main", "profile", "fit", "register", "recommend", "train", "compare"]
+ENTRY_POINTS = ["main", "demo", "profile", "fit", "register", "recommend", "train", "compare"]
 SCRIPTS = ["paper"]
 """Entry points that are scripts of the checkout (tests/test_paper.py)."""
 

@@ -22,6 +22,7 @@ from mlflow_tula.errors import TulaError, TulaWarning
 from mlflow_tula.redaction import masked
 
 COMMANDS = {
+    "demo": "demo",
     "main": "main_job",
     "profile": "profile",
     "fit": "fit",
@@ -72,6 +73,7 @@ def tula() -> None:
     """Measure a few batch sizes of a training job, and know the rest.
 
     \b
+    tula demo                        see it within a minute, with nothing to train
     tula main --model vgg11          profile, fit, register, recommend
     tula recommend --model vgg11     ask again later, in two seconds
     tula train --model vgg11         train with the recommended batch size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +23,7 @@ from mlflow_tula.errors import WorkFailedError
 if TYPE_CHECKING:
     from mlflow_tula.cli.sweep import Sweep
     from mlflow_tula.predictors.bundle import PredictorBundle
+    from mlflow_tula.predictors.convergence import ConvergencePredictor
     from mlflow_tula.recommend import Recommendation
     from mlflow_tula.registry import RegisteredPredictor
 
@@ -48,51 +50,83 @@ def command(as_json: bool, **values: Any) -> None:
     tula main --model vgg11
     mlflow run . -P model=vgg11        the same, as an MLflow project
     """
-    from mlflow_tula.cli.flow import check_convergence, check_decision, fit_table
+    from mlflow_tula.cli.flow import check_convergence, check_decision
     from mlflow_tula.cli.sweep import profile_run
 
     check_decision(values)
     check_convergence(values)
     options.check_devices(values, options.detect_hardware(values["device"]))
     with profile_run("main", values) as sweep:
-        table = sweep.measure()
+        found = conclude(sweep, as_json=as_json)
+        if as_json:
+            print_json(found.to_dict())
+        else:
+            print_conclusion(found)
+        registered = found.must_be_registered()
         if not as_json:
-            print_measurements(table)
-        bundle = fit_table(
-            table, values["convergence"], sweep.folder, known=sweep.known_convergence(table)
-        )
-        registered = sweep.register(bundle, table)
-        choice = sweep.decide(bundle, table, registered)
-        _print(sweep, bundle, choice, registered, as_json=as_json)
-        if registered is None:
-            raise WorkFailedError(
-                f"the decision is made, but not registered: {sweep.trouble}; the same command "
-                "goes on from here"
-            )
+            click.echo(f"ask again   {options.command_line('recommend', sweep.job)}")
+            click.echo("look        mlflow ui")
     offer_recommender(registered.name)
 
 
-def _print(
-    sweep: Sweep,
-    bundle: PredictorBundle,
-    choice: Recommendation,
-    registered: RegisteredPredictor | None,
-    *,
-    as_json: bool,
-) -> None:
-    """The decision, its evidence, and what to do next."""
-    if as_json:
-        done = None if registered is None else registered.to_dict()
-        document = {"run_id": sweep.run.run_id, "registered": done}
-        print_json({**document, "report": bundle.report.to_dict(), **choice.to_dict()})
-        return
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conclusion:
+    """What came of a sweep; `registered` is None where the store has gone away."""
+
+    sweep: Sweep
+    bundle: PredictorBundle
+    choice: Recommendation
+    registered: RegisteredPredictor | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document of `--json`."""
+        done = None if self.registered is None else self.registered.to_dict()
+        return {
+            "run_id": self.sweep.run.run_id,
+            "registered": done,
+            "report": self.bundle.report.to_dict(),
+            **self.choice.to_dict(),
+        }
+
+    def must_be_registered(self) -> RegisteredPredictor:
+        """The registered version, or WorkFailedError."""
+        if self.registered is None:
+            raise WorkFailedError(
+                f"the decision is made, but not registered: {self.sweep.trouble}; the same command "
+                "goes on from here"
+            )
+        return self.registered
+
+
+def conclude(
+    sweep: Sweep, *, as_json: bool, known: ConvergencePredictor | None = None
+) -> Conclusion:
+    """Measure, fit, register and decide, within the open run.
+
+    Args:
+        sweep: the run, and the job it is about.
+        as_json: do not print the measurements.
+        known: epochs to the target where no `--convergence` is given; the champion's when None.
+    """
+    from mlflow_tula.cli.flow import fit_table
+
+    table = sweep.measure()
+    if not as_json:
+        print_measurements(table)
+    known = known or sweep.known_convergence(table)
+    bundle = fit_table(table, sweep.values["convergence"], sweep.folder, known=known)
+    registered = sweep.register(bundle, table)
+    choice = sweep.decide(bundle, table, registered)
+    return Conclusion(sweep=sweep, bundle=bundle, choice=choice, registered=registered)
+
+
+def print_conclusion(found: Conclusion) -> None:
+    """The decision and its evidence, for people."""
     click.echo()
-    print_report(bundle.report)
+    print_report(found.bundle.report)
     click.echo()
-    print_recommendation(choice)
-    if registered is None:
-        return
-    click.echo()
-    click.echo(f"registered {registered.name} version {registered.version}: {registered.reason}")
-    click.echo(f"ask again   {options.command_line('recommend', sweep.job)}")
-    click.echo("look        mlflow ui")
+    print_recommendation(found.choice)
+    done = found.registered
+    if done is not None:
+        click.echo()
+        click.echo(f"registered {done.name} version {done.version}: {done.reason}")

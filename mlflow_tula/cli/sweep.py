@@ -92,10 +92,14 @@ class Sweep:
             if partial.exists():
                 self.log(read_table(partial))
             raise
+        self.take(table)
+        return table
+
+    def take(self, table: ProfileTable) -> None:
+        """Keep a table, say what its search has cost, and register its links."""
         write_json(self.folder / TABLE_FILE, table.to_dict())
         note(self._search_cost(table))
         self._register_links(table)
-        return table
 
     def done(self) -> None:
         """The command has ended well: the next one measures anew."""

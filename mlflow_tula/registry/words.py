@@ -62,7 +62,9 @@ def decision(table: ProfileTable, recommendation: Recommendation | None) -> str:
         pieces += f" x {recommendation.accumulation_steps} passes"
     text = f"**Take global batch size {recommendation.global_batch_size:,} on {ranks}** ({pieces})"
     if chosen.epoch_time_s is not None:
-        text += f": {time_words(chosen.epoch_time_s)} an epoch"
+        aimed = _to_target(recommendation) and chosen.time_to_target_s is not None
+        whole = f"{time_words(chosen.time_to_target_s)} to the target, " if aimed else ""
+        text += f": {whole}{time_words(chosen.epoch_time_s)} an epoch"
         if chosen.epoch_time_s_lower is not None and chosen.epoch_time_s_upper is not None:
             low, high = time_words(chosen.epoch_time_s_lower), time_words(chosen.epoch_time_s_upper)
             text += f" ({recommendation.level:.0%} interval {low} to {high})"
@@ -82,10 +84,12 @@ def curve_lines(recommendation: Recommendation) -> list[str]:
     first = max(0, min(at - _ROWS // 2, len(points) - _ROWS))
     shown = points[first : first + _ROWS]
     priced = any(point.cost_usd is not None for point in shown)
-    header = ["batch", "step", "epoch", "memory of a device", *(["cost"] if priced else []), "fits"]
+    aimed = _to_target(recommendation)
+    more = [*(["to target"] if aimed else []), *(["cost"] if priced else [])]
+    header = ["batch", "step", "epoch", "memory of a device", *more, "fits"]
     lines = [table_row(header), f"|{'---:|' * len(header)}"]
     for point in shown:
-        cells = _cells(point, priced=priced)
+        cells = _cells(point, priced=priced, aimed=aimed)
         if point == recommendation.choice:
             cells = [f"**{cell}**" if cell else "" for cell in cells]
         lines.append(table_row(cells))
@@ -97,11 +101,18 @@ def table_row(cells: Sequence[str]) -> str:
     return "".join(f"| {cell}&ensp;" for cell in cells) + "|"
 
 
-def _cells(point: CurvePoint, *, priced: bool) -> list[str]:
+def _to_target(recommendation: Recommendation) -> bool:
+    """Whether the decision counts the epochs to a target."""
+    return recommendation.objective.endswith("_to_target")
+
+
+def _cells(point: CurvePoint, *, priced: bool, aimed: bool) -> list[str]:
     """One row of the table."""
     cells = [f"{point.global_batch_size:,}"]
     cells += [time_words(point.step_time_s), time_words(point.epoch_time_s)]
     cells += ["" if point.peak_memory_bytes is None else f"{point.peak_memory_bytes / 1e9:.2f} GB"]
+    if aimed:
+        cells += [time_words(point.time_to_target_s)]
     if priced:
         cells += ["" if point.cost_usd is None else f"${point.cost_usd:.3g}"]
     fits = "yes" if point.fits else "no"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mlflow_tula.hardware import detect
 from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.recommend.recommendation import Recommendation
 from mlflow_tula.registry.words import counts, curve_lines, decision
@@ -47,11 +48,13 @@ def describe_profile(
 
 
 def _next_steps(table: ProfileTable) -> list[str]:
-    """Commands to go on with."""
+    """Commands to go on with; what was measured on another machine is asked for by its name."""
     workload = table.workload
     options = f"--model {workload.model}"
     if workload.dataset != "digits":
         options += f" --dataset {workload.dataset}"
+    if table.hardware.fingerprint != detect().fingerprint:
+        return [f"- ask again: `tula recommend {options} --hardware {table.hardware.slug}`"]
     return [
         f"- ask again: `tula recommend {options}`",
         f"- train with it: `tula train {options} --batch-size auto`",
