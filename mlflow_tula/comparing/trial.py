@@ -58,6 +58,20 @@ def run_trial(trial: Trial) -> Outcome:
     return _Training(trial).run()
 
 
+def right_images(trial: Trial) -> Tensor:
+    """Train, and say of each image of the measured split whether it is classified right.
+
+    Returns:
+        A bool tensor of as many entries as the split has images, in their order.
+    """
+    training = _Training(trial)
+    training.run()
+    training.model.eval()
+    with torch.no_grad():
+        parts = [training.model(x).argmax(1) for x in training.data.eval_x.split(EVALUATION_BATCH)]
+    return torch.cat(parts) == training.data.eval_y
+
+
 def resolve_method(trial: Trial) -> Method:
     """The method that a trial names, with its settings."""
     name, settings = trial.method, dict(trial.settings)
