@@ -76,6 +76,28 @@ def test_target_without_convergence_names_the_option(
     assert json.loads(out)["curve"][0]["time_to_target_s"] > 0
 
 
+def test_noise_of_the_profile_stands_in_for_convergence_data(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--convergence", "noise-scale"]
+    code, _, err = call(capsys, "import", "table.csv", "--dataset-size", "50000", *HARDWARE, *words)
+    assert code == 2
+    assert "none of the" in err
+    assert "noise scale" in err
+    head, *rows = TABLE.strip().splitlines()
+    lines = [f"{head},noise_scale", *(f"{row},{100 + n}" for n, row in enumerate(rows))]
+    (folder / "table.csv").write_text("\n".join(lines) + "\n")
+    done = import_table(capsys, *words)
+    assert any("noise scale alone" in text for text in done["report"]["warnings"])  # type: ignore[index]
+    ask = ["recommend", "--dataset", "imported", "--hardware", str(done["hardware_slug"])]
+    plain = call(capsys, *ask, "--objective", "min_time", "--json")
+    soonest = call(capsys, *ask, "--objective", "min_time_to_target", "--json")
+    assert plain[0] == soonest[0] == 0, soonest[2]
+    sizes = [json.loads(one[1])["global_batch_size"] for one in (plain, soonest)]
+    assert sizes[1] < sizes[0]  # larger batches need more epochs
+    assert "do not read them as seconds" in soonest[1]
+
+
 def test_price_moves_the_choice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = import_table(capsys)
     ask = ["recommend", "--dataset", "imported", "--hardware", str(done["hardware_slug"]), "--json"]

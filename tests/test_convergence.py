@@ -198,6 +198,25 @@ def test_one_or_two_rows_give_wide_answers(count):
     assert predictor.leave_one_out_mape is None
 
 
+def test_noise_scale_alone_gives_epochs_relative_to_a_small_batch():
+    with pytest.warns(TooFewProbesWarning, match="noise scale alone .* relative to those of batch"):
+        quiet = ConvergencePredictor.of_noise_scale(100)
+    with pytest.warns(TooFewProbesWarning, match="do not read them as seconds"):
+        noisy = ConvergencePredictor.of_noise_scale(1000)
+    sizes = [8, 32, 256, 1024, 4096]
+    few, many = (one.predict(sizes).epochs_to_target.to_numpy() for one in (quiet, noisy))
+    assert few[1] == pytest.approx(1.0, rel=0.01)
+    assert many[1] == pytest.approx(1.0, rel=0.01)
+    assert (np.diff(few) > 0).all()
+    assert (few[2:] > many[2:]).all()  # noisier gradients bear larger batches
+    # Bc = 5 x 1000: (1 + 4096 / 5000) / (1 + 32 / 5000), within what the prior leaves open
+    out = noisy.predict([4096]).iloc[0]
+    assert out.epochs_to_target_lower < 1.807 < out.epochs_to_target_upper
+    assert ConvergencePredictor.from_dict(quiet.to_dict()) == quiet
+    with pytest.raises(tula.errors.InvalidInputError, match="noise_scale must be"):
+        ConvergencePredictor.of_noise_scale(0)
+
+
 @pytest.mark.filterwarnings("ignore::mlflow_tula.errors.TooFewProbesWarning")
 def test_noise_scale_decides_where_rows_cannot():
     one = hyperbola([64], 10, 1000)

@@ -30,7 +30,8 @@ convergence_option = option(
     "--convergence",
     OpenText("none"),
     "none",
-    "CSV of global_batch_size, epochs_to_target and optional std, runs_total, runs_reached.",
+    "CSV of global_batch_size, epochs_to_target and optional std, runs_total, runs_reached; "
+    "noise-scale: relative epochs from the profile's gradient noise.",
 )
 
 

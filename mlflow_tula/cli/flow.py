@@ -6,6 +6,7 @@ as JSON in the workload's folder, where the next finds it.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 TABLE_FILE, BUNDLE_FILE, CHOICE_FILE = "table.json", "bundle.json", "recommendation.json"
 PARTIAL_FILE = "table.partial.json"
+NOISE_SCALE = "noise-scale"
+"""The word of `--convergence` for epochs that follow from the profile's gradient noise."""
 
 Values = Mapping[str, Any]
 
@@ -63,10 +66,26 @@ def fit_table(
     """Fit, and keep the bundle in the workload's folder; `known` serves where no file is given."""
     from mlflow_tula.fit import fit
 
-    own = fit_convergence(convergence)
+    own = convergence_of(convergence, table)
     bundle = fit(table, convergence=known if own is None else own)
     write_json(folder / BUNDLE_FILE, bundle.to_dict())
     return bundle
+
+
+def convergence_of(words: str | None, table: ProfileTable) -> ConvergencePredictor | None:
+    """The convergence predictor of `--convergence`: of a file, or of the table's noise scale."""
+    from mlflow_tula.predictors.convergence import ConvergencePredictor
+
+    if words != NOISE_SCALE:
+        return fit_convergence(words)
+    # The median: at small batches the estimate scatters, in either direction.
+    scales = [row.noise_scale for row in table.ok if (row.noise_scale or 0.0) > 0]
+    if not scales:
+        raise TableError(
+            f"--convergence {NOISE_SCALE}: none of the {len(table.ok)} probes that ran tells the "
+            "gradient noise scale; give a CSV, or profile two ranks or a batch of 2 and more"
+        )
+    return ConvergencePredictor.of_noise_scale(statistics.median(scales))
 
 
 def fit_convergence(path: str | None) -> ConvergencePredictor | None:
@@ -112,7 +131,9 @@ def make_recommendation(bundle: PredictorBundle, values: Values) -> Recommendati
     options.check_devices(values, bundle.hardware)
     if bundle.convergence is None:
         _refuse_targets(
-            values, "fit and register with `--convergence FILE` (tula fit, tula main, tula import)"
+            values,
+            "fit and register with `--convergence FILE` or `--convergence noise-scale` (tula fit, "
+            "tula main, tula import)",
         )
     return recommend(
         bundle,
@@ -186,9 +207,10 @@ def check_decision(values: Values) -> None:
 
 def check_convergence(values: Values) -> None:
     """Refuse data that cannot be used, and an objective to a target without data on it."""
-    if fit_convergence(values["convergence"]) is None:
+    if values["convergence"] != NOISE_SCALE and fit_convergence(values["convergence"]) is None:
         _refuse_targets(
-            values, "give --convergence a CSV of global_batch_size and epochs_to_target"
+            values,
+            "give --convergence a CSV of global_batch_size and epochs_to_target, or noise-scale",
         )
 
 

@@ -45,7 +45,7 @@ def command(table_csv: str, as_json: bool, **values: Any) -> None:
     tula import table.csv --model resnet50 --dataset imagenet --dataset-size 1281167 \\
         --hardware "Tesla T4" --device-memory 16GiB --max-devices-per-node 4
     """
-    from mlflow_tula.cli.flow import fit_convergence, register_bundle
+    from mlflow_tula.cli.flow import convergence_of, register_bundle
     from mlflow_tula.fit import fit
     from mlflow_tula.specs import HardwareSpec, Workload
     from mlflow_tula.table import ProfileTable
@@ -63,7 +63,7 @@ def command(table_csv: str, as_json: bool, **values: Any) -> None:
     names = ("model", "dataset", "dataset_size", "precision", "optimizer", "num_parameters")
     workload = Workload(**{name: values[name] for name in names})
     table = ProfileTable.from_csv(table_csv, workload=workload, hardware=hardware)
-    bundle = fit(table, convergence=fit_convergence(values["convergence"]))
+    bundle = fit(table, convergence=convergence_of(values["convergence"], table))
     options.use_store(values, write=True)
     done = register_bundle(bundle, table, values, command="import")
     if as_json:

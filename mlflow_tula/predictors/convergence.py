@@ -38,6 +38,8 @@ Array = NDArray[np.float64]
 CONVERGENCE_KIND = "tula.convergence_predictor"
 CONVERGENCE_SCHEMA_VERSION = 1
 
+RELATIVE_TO = 32
+"""The batch size whose epochs are 1 where only the noise scale is known."""
 MAX_SIZES = 100
 MAX_BATCH_SIZE = 1e12
 
@@ -116,6 +118,33 @@ class ConvergencePredictor:
             leave_one_out_mape=_leave_one_out(reached, form, scale),
             warnings=tuple(text for _, text in notes),
         )
+
+    @classmethod
+    def of_noise_scale(cls, noise_scale: float) -> Self:
+        """What the gradient noise scale alone says, before any training has reached a target.
+
+            epochs(B) / epochs(32) = (1 + B / Bc) / (1 + 32 / Bc)
+
+        Bc is taken as five times the noise scale (in samples), within a factor of four either way.
+        Times to target are then in units of the epochs that a batch of 32 needs: right for a
+        choice among batch sizes, and not to be read as seconds.
+
+        Raises:
+            InvalidInputError: a noise scale that is not above zero.
+        """
+        import pandas as pd
+
+        scale = check_real("noise_scale", noise_scale, strict=True)
+        frame = pd.DataFrame({"global_batch_size": [RELATIVE_TO], "epochs_to_target": [1.0]})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TooFewProbesWarning)
+            made = cls.fit(frame, noise_scale=scale)
+        note = (
+            f"epochs rest on the gradient noise scale alone ({scale:.3g} samples) and are relative "
+            f"to those of batch {RELATIVE_TO}: compare times to target, do not read them as seconds"
+        )
+        warnings.warn(note, TooFewProbesWarning, stacklevel=2)
+        return dataclasses.replace(made, warnings=(note,))
 
     def predict(self, batch_sizes: Sequence[float] | Array, level: float = 0.9) -> pd.DataFrame:
         """Epochs at each global batch size, with the interval of a new measurement.
