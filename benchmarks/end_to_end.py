@@ -7,8 +7,8 @@ Three ways to train the same job with the same loop, learning rate, threads and 
 
     small      batch 32, plain: the default of torchvision's reference scripts and of Keras
     largest    the largest power of two that fits into the memory limit, plain
-    tula       the decision of `tula main` (the registry is asked by `tula train` itself), with the
-               recipe for its batch (`--method auto`)
+    tula       the decision of `tula main --objective min_time_to_target --convergence noise-scale`
+               (the registry is asked by `tula train` itself), with the recipe (`--method auto`)
 
 Each is one `tula train` command that stops after the first epoch whose accuracy on a validation
 part of the training data reaches the target; the test split is looked at once, afterwards. Seconds
@@ -129,7 +129,7 @@ def peak_of(task: Task, size: int, work: Path) -> int:
 
 def run_profile(task: Task, records: Records, work: Path) -> None:
     """`tula main`, as the first job pays for it, and `tula recommend`, as the others do."""
-    words = [*decision(task), *rate(task), *task.profile_options]
+    words = [*decision(task), *rate(task), *task.profile_options, "--convergence", "noise-scale"]
     document, spent = tula_command("main", words, work)
     _, again = tula_command("recommend", decision(task), work)
     records.add(
@@ -146,8 +146,9 @@ def run_profile(task: Task, records: Records, work: Path) -> None:
 
 
 def decision(task: Task) -> list[str]:
-    """What is asked of the recommender: its defaults, within the memory limit."""
-    return [*task.names, "--memory-limit", f"{MEMORY_LIMIT}B"]
+    """What is asked of the recommender: the soonest at a target, within the memory limit."""
+    limit = f"{MEMORY_LIMIT}B"
+    return [*task.names, "--memory-limit", limit, "--objective", "min_time_to_target"]
 
 
 def rate(task: Task) -> list[str]:

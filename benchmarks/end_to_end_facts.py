@@ -64,7 +64,7 @@ TASKS = {
             learning_rate=0.02,
             target=0.89,
             epochs=5,
-            large_epochs=12,
+            large_epochs=24,
             time_limit_s=120,
             why=(
                 "LeNet-5 on Fashion-MNIST (54,000 images to train, 6,000 to validate, 10,000 to "
