@@ -23,6 +23,7 @@ from style import (
 )
 
 import mlflow_tula as tula
+from mlflow_tula.demo import read_recording
 from mlflow_tula.predictors import link as links
 from mlflow_tula.predictors import step_time_formulas as step
 from mlflow_tula.predictors.formulas import smooth_maximum
@@ -190,63 +191,38 @@ def nodes() -> Figure:
 
 def sharing() -> Figure:
     """Ranks on one CPU share its cores: the two exponents, and a real pair of curves."""
-    measured = table("method/resnet18-2ranks.json")
+    measured = read_recording().table
     figure, (left, right) = canvas(2)
-    part = np.array([0.2, 0.5, 0.8])
     ratio = np.linspace(1, 4, 50)
-    for share, color in zip(part, (BLUE, GREEN, RED), strict=True):
-        left.plot(
-            ratio,
-            share * ratio**0.3 + (1 - share) * ratio,
-            color=color,
-            label=f"floor {share:.0%} of a step",
-        )
+    for share, color in ((0.2, BLUE), (0.5, GREEN), (0.8, RED)):
+        label = f"floor {share:.0%} of a step"
+        left.plot(ratio, share * ratio**0.3 + (1 - share) * ratio, color=color, label=label)
     left.plot(ratio, ratio, color=GREY, ls=":", label="all of it shared")
     left.set_xlabel("r: busy devices of a node over those measured")
     left.set_ylabel("compute, relative")
     left.set_title("floor r^f + the rest r^s, f = 0.3, s = 1")
     left.legend()
-    bundle = tula.fit(measured)
-    hidden = dataclasses.replace(
-        measured,
-        measurements=tuple(
-            row
-            for row in measured.measurements
-            if row.world_size == 1 or row.local_batch_size in (8, 64)
-        ),
+
+    two = sorted(row.local_batch_size for row in measured.ok if row.world_size == 2)
+    hidden = two[-1]
+    known = tuple(
+        row for row in measured.ok if row.world_size == 1 or row.local_batch_size != hidden
     )
-    fewer = tula.fit(hidden)
-    sizes = sorted({row.local_batch_size for row in measured.ok})
-    asked = np.unique(np.geomspace(sizes[0], sizes[-1], 40).astype(int))
+    bundle = tula.fit(dataclasses.replace(measured, measurements=known))
+    asked = np.unique(np.geomspace(8, 256, 40).astype(int))
     for ranks, color in ((1, BLUE), (2, RED)):
-        rows = [row for row in measured.ok if row.world_size == ranks]
-        out = fewer.predict(pd.DataFrame({"local_batch_size": asked, "devices_per_node": ranks}))
-        right.plot(
-            asked, 1e3 * out.step_time_s, color=color, label=f"{ranks} rank{'s' * (ranks > 1)}"
-        )
+        out = bundle.predict(pd.DataFrame({"local_batch_size": asked, "devices_per_node": ranks}))
+        right.plot(asked, out.step_time_s, color=color, label=f"{ranks} rank{'s' * (ranks > 1)}")
         right.fill_between(
-            asked,
-            1e3 * out.step_time_s_lower,
-            1e3 * out.step_time_s_upper,
-            color=color,
-            alpha=0.13,
-            lw=0,
+            asked, out.step_time_s_lower, out.step_time_s_upper, color=color, alpha=0.13, lw=0
         )
-        for row in rows:
-            seen = ranks == 1 or row.local_batch_size in (8, 64)
-            right.plot(
-                row.local_batch_size,
-                1e3 * (row.step_time_s or 0),
-                "o",
-                color=color,
-                ms=5,
-                mfc=color if seen else "white",
-            )
-    assert bundle is not None
+        for row in (row for row in measured.ok if row.world_size == ranks):
+            fill = color if row in known else "white"
+            right.plot(row.local_batch_size, row.step_time_s, "o", color=color, ms=5, mfc=fill)
     right.plot([], [], "o", color=BLACK, mfc="white", label="not shown to the fit")
-    right.set_yscale("log")
-    right.set_ylabel("milliseconds a step")
-    right.set_title(f"{measured.workload.model} on {measured.hardware.cpu_cores} cores")
-    batch_axis(right, sizes)
+    log_values(right, [0.5, 1, 2, 4, 8])
+    right.set_ylabel("seconds a step")
+    right.set_title(f"{measured.workload.model}, ranks on the same cores")
+    batch_axis(right, [8, 16, 32, 64, 128, 256])
     right.legend()
     return figure
