@@ -10,7 +10,7 @@ from typing import Any
 import click
 import pytest
 import yaml
-from docs_parts import ROOT, blocks_of, commands, pages, session_of
+from docs_parts import ROOT, blocks_of, commands, pages, prepare, session_of
 
 from mlflow_tula.cli import COMMANDS, tula
 
@@ -214,14 +214,9 @@ def test_output_is_put_where_it_belongs(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose store knows vgg11 and resnet18 on this machine, as `tula main` leaves it."""
+    """A folder whose store knows vgg11 and resnet18 on this machine."""
     folder = tmp_path_factory.mktemp("prepared")
-    with session_of("README.md", folder, None) as shell:
-        for model in ("vgg11", "resnet18"):
-            text = f"tula main --model {model} --batch-sizes 16,128 --world-sizes 1,2"
-            block = commands.Block(page="prepared", line=1, info="sh", text=text)
-            code, said = shell.run(block)
-            assert code == 0, said
+    prepare(folder)
     return folder
 
 
