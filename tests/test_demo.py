@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mlflow_tula.cli import run
-from mlflow_tula.cli.demo import MARKER, own_store, own_uri, prepare
+from mlflow_tula.cli.demo import MARKER, check_folder, mark
 from mlflow_tula.demo import MADE_BY, MARK, Recording, read_recording
 from mlflow_tula.errors import InvalidInputError, SchemaError, StoreError
 
@@ -107,13 +107,13 @@ def test_a_folder_of_something_else_is_left_alone(
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     with pytest.raises(InvalidInputError, match="is a file, and a demo needs a folder"):
-        prepare(tmp_path / "file")
+        check_folder(tmp_path / "file")
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     with pytest.raises(StoreError, match="choose another --output-dir"):
-        prepare(tmp_path / "file" / "demo")
+        check_folder(tmp_path / "file" / "demo")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where nobody can write")
@@ -130,19 +130,32 @@ def test_a_folder_where_nobody_can_write(
 def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o000)
     with pytest.raises(StoreError, match="cannot read"):
-        prepare(tmp_path / "closed")
+        check_folder(tmp_path / "closed")
 
 
 def test_an_empty_folder_and_a_demo_are_taken(tmp_path: Path) -> None:
-    prepare(tmp_path)
+    check_folder(tmp_path)
+    mark(tmp_path)
     assert json.loads((tmp_path / MARKER).read_text())["kind"] == "tula.demo"
-    prepare(tmp_path)
+    check_folder(tmp_path)
 
 
-def test_a_path_that_no_address_can_hold(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"no % or \? in its path"):
-        own_store(tmp_path / "100%41")
-    assert own_store(tmp_path / "with blank") == own_uri(tmp_path / "with blank")
+@pytest.mark.parametrize("name", ["100%", "why?", "a#b"])
+def test_a_path_that_no_address_can_hold(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"the path of a store may have no [%?#], and"):
+        check_folder(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_does_not_answer_leaves_no_folder(
+    clean_mlflow: Path, capsys: pytest.CaptureFixture[str], free_port: int
+) -> None:
+    address = f"http://127.0.0.1:{free_port}"
+    code, out, err = call(capsys, "demo", "--tracking-uri", address)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"Error: the MLflow server {address} does not answer")
+    assert err.count("\n") == 1
+    assert not list(clean_mlflow.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -226,12 +239,13 @@ def test_another_store_takes_the_demo_where_that_is_asked_for(
     from mlflow_tula.hardware import detect
     from mlflow_tula.registry import find
 
-    code, out, err = call(capsys, "demo", "--tracking-uri", f"sqlite:///{store}", "--json")
+    words = ("--output-dir", "my demo", "--tracking-uri", f"sqlite:///{store}", "--json")
+    code, out, err = call(capsys, "demo", *words)
     assert code == 0, err
     look = json.loads(out)["look"]
     assert str(store) in look["server"]
     assert str(store) in look["ask"]
-    assert not (store.parent / "tula-demo" / "mlflow.db").exists()
+    assert not (store.parent / "my demo" / "mlflow.db").exists()
     names = [one.name for one in find()]
     assert len(names) == 1
     assert detect().fingerprint[:8] not in names[0]

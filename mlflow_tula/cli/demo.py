@@ -20,6 +20,7 @@ from mlflow_tula.cli.options import option
 from mlflow_tula.cli.render import note, print_json
 from mlflow_tula.cli.types import OpenText, switch
 from mlflow_tula.errors import InvalidInputError, StoreError
+from mlflow_tula.redaction import masked
 
 if TYPE_CHECKING:
     from mlflow_tula.cli.main_job import Conclusion
@@ -40,6 +41,9 @@ _ELSEWHERE = (
     "MLFLOW_REGISTRY_URI",
 )
 """What `mlflow run` and a person's shell say of another store."""
+
+_NO_ADDRESS = frozenset("%?#")
+"""What means something else in an address."""
 
 
 @click.command("demo")
@@ -66,34 +70,43 @@ def command(as_json: bool, **values: Any) -> None:
     """
     folder, asked = Path(values["output_dir"]), values["tracking_uri"]
     in_project = "MLFLOW_RUN_ID" in os.environ
-    prepare(folder)
-    uri = own_store(folder) if asked is None else asked
+    check_folder(folder)
     if asked is None:
+        uri = own_uri(folder.absolute())
         for name in _ELSEWHERE:
             os.environ.pop(name, None)
+    else:
+        uri = asked
+        options.use_store(values, write=True)
+    mark(folder)
     words = ("--output-dir", str(folder), "--tracking-uri", uri, "--experiment", EXPERIMENT)
     found = _live(words, as_json=as_json) if values["live"] else _replay(words, as_json=as_json)
     # Under `mlflow run` the person stands in another folder.
-    shown = uri if asked is not None or in_project or folder.is_absolute() else own_uri(folder)
+    near = asked is None and not in_project and not folder.is_absolute()
+    shown = own_uri(folder) if near else masked(uri)
     _tell(found, shown, as_json=as_json, live=values["live"])
 
 
-def prepare(folder: Path) -> None:
-    """Make the folder a demo's.
+def check_folder(folder: Path) -> None:
+    """Raise unless the folder is a demo's, or can become one; nothing is written.
 
     Raises:
-        InvalidInputError: it holds something else.
+        InvalidInputError: it holds something else, or no address of a store can hold its path.
         StoreError: it cannot be read or written.
     """
     from mlflow_tula.cli.places import check_output
-    from mlflow_tula.files import write_json
 
-    marker = folder / MARKER
     way_out = "choose another --output-dir"
+    odd = _NO_ADDRESS.intersection(str(folder.absolute()))
+    if odd:
+        raise InvalidInputError(
+            f"the path of a store may have no {' or '.join(sorted(odd))}, and that of {folder} "
+            f"has: {way_out}"
+        )
     try:
         if folder.exists() and not folder.is_dir():
             raise InvalidInputError(f"{folder} is a file, and a demo needs a folder: {way_out}")
-        if folder.is_dir() and not marker.is_file() and any(folder.iterdir()):
+        if folder.is_dir() and not (folder / MARKER).is_file() and any(folder.iterdir()):
             raise InvalidInputError(
                 f"the folder {folder} is there, and holds no demo of tula's: {way_out}"
             )
@@ -102,25 +115,19 @@ def prepare(folder: Path) -> None:
             raise
         raise StoreError(f"cannot read {folder}: {error.strerror or error}; {way_out}") from error
     check_output(folder)
-    write_json(marker, {"kind": "tula.demo", "schema_version": 1, "made_with": __version__})
+
+
+def mark(folder: Path) -> None:
+    """Make the folder a demo's."""
+    from mlflow_tula.files import write_json
+
+    note = {"kind": "tula.demo", "schema_version": 1, "made_with": __version__}
+    write_json(folder / MARKER, note)
 
 
 def own_uri(folder: Path) -> str:
-    """The demo's store as a person would type it."""
+    """The address of the demo's own store."""
     return f"sqlite:///{folder / 'mlflow.db'}"
-
-
-def own_store(folder: Path) -> str:
-    """The address of the demo's own store, wherever it is used from."""
-    from mlflow_tula.stores import sqlite_path
-
-    uri = own_uri(folder.absolute())
-    if sqlite_path(uri) != (folder / "mlflow.db").absolute():
-        raise InvalidInputError(
-            f"a store's folder may have no % or ? in its path, not {str(folder.absolute())!r}: "
-            "choose another --output-dir"
-        )
-    return uri
 
 
 def _replay(words: Sequence[str], *, as_json: bool) -> Conclusion:
