@@ -7,7 +7,7 @@ The bundle is a versioned JSON document; `predict` evaluates that document with 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -36,6 +36,7 @@ from mlflow_tula.specs import (
 
 if TYPE_CHECKING:
     import pandas as pd
+    from numpy.typing import NDArray
 
 BUNDLE_KIND = "tula.predictor_bundle"
 BUNDLE_SCHEMA_VERSION = 1
@@ -168,6 +169,7 @@ class PredictorBundle:
     report: FitReport = field(default_factory=FitReport)
     table_digest: str = ""
     cold_start: ColdStart | None = None
+    _made: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     def predict(
         self,
@@ -200,7 +202,7 @@ class PredictorBundle:
             usd_per_gb_hour = pricing.usd_per_gb_hour
         try:
             out = predict_frame(
-                self.to_dict(),
+                self._document(),
                 frame,
                 level=level,
                 memory_limit_bytes=memory_limit_bytes,
@@ -225,6 +227,57 @@ class PredictorBundle:
             text = f"{doubtful} of {len(out)} rows have a batch size that may not reach the target"
             warnings.warn(text, MayNotReachTargetWarning, stacklevel=2)
         return out
+
+    def predict_columns(
+        self,
+        asked: Mapping[str, Sequence[int]],
+        *,
+        pricing: Pricing | None = None,
+        **options: Any,
+    ) -> dict[str, NDArray[Any]]:
+        """`predict` without frames and warnings, for those who ask often; raises as it does.
+
+        Args:
+            asked: `local_batch_size`, `nodes`, `devices_per_node`, `accumulation_steps`.
+            pricing: the prices.
+            options: those of `predict`.
+        """
+        from mlflow_tula.predictors.inference import predict_columns
+
+        if pricing is not None:
+            options["usd_per_device_hour"] = pricing.usd_per_device_hour
+            options["usd_per_gb_hour"] = pricing.usd_per_gb_hour
+        try:
+            return predict_columns(self._document(), asked, **options)
+        except TulaError:
+            raise
+        except ValueError as error:
+            raise InvalidInputError(str(error)) from error
+
+    def step_seconds(self, asked: Mapping[str, Sequence[int]], **options: Any) -> list[float]:
+        """`step_time_s` of `predict_columns` alone, for the answer to one further question.
+
+        Args:
+            asked: `local_batch_size`, `nodes`, `devices_per_node`, `accumulation_steps`.
+            options: `bandwidth_bytes_per_s`, `latency_s`, `gradient_compression`.
+        """
+        import numpy as np
+
+        from mlflow_tula.predictors.step_time_formulas import step_seconds
+
+        names = ("local_batch_size", "nodes", "devices_per_node", "accumulation_steps")
+        setup = [np.asarray(asked[name], float) for name in names]
+        seconds: list[float] = step_seconds(
+            self._document()["step_time"], setup, **options
+        ).tolist()
+        return seconds
+
+    def _document(self) -> Mapping[str, Any]:
+        """`to_dict`, made once: whoever is given it only reads."""
+        if self._made is None:
+            object.__setattr__(self, "_made", self.to_dict())
+        assert self._made is not None
+        return self._made
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; the same fit gives the same bytes (no times, no host names added)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from . import convergence_formulas, formulas, memory_formulas, step_time_formulas
 from .checks import check_bundle
 
-__all__ = ["check_bundle", "predict_frame"]
+__all__ = ["check_bundle", "predict_columns", "predict_frame"]
 
 Array = NDArray[np.float64]
 
 BATCH_COLUMNS = ("local_batch_size", "global_batch_size")
 OPTIONAL_COLUMNS = ("nodes", "devices_per_node", "accumulation_steps")
+_MAY_BE_ZERO = ("usd_per_device_hour", "usd_per_gb_hour", "inter_node_latency_s")
 MAX_COUNT = 10**12
 MAX_PRODUCT = 10**15
 MAX_QUESTIONS = 100_000
@@ -74,39 +75,73 @@ def predict_frame(
     Raises:
         ValueError: a question that cannot be asked, in one line.
     """
-    _check_number("level", level, above=0.0, below=1.0)
-    positive = {
+    options = {
         "memory_limit_bytes": memory_limit_bytes,
         "dataset_size": dataset_size,
         "epochs": epochs,
+        "usd_per_device_hour": usd_per_device_hour,
+        "usd_per_gb_hour": usd_per_gb_hour,
         "inter_node_bandwidth_bytes_per_s": inter_node_bandwidth_bytes_per_s,
+        "inter_node_latency_s": inter_node_latency_s,
+        "gradient_compression": gradient_compression,
         "bucket_bytes": bucket_bytes,
     }
-    prices = {"usd_per_device_hour": usd_per_device_hour, "usd_per_gb_hour": usd_per_gb_hour}
-    _check_options(positive, {**prices, "inter_node_latency_s": inter_node_latency_s})
-    sent = {"gradient_compression": gradient_compression}
-    asked = _configurations(frame)
-    part = _questions_at_once(bundle["step_time"])
-    if len(frame) > part:
-        options = {**positive, **prices, **sent, "inter_node_latency_s": inter_node_latency_s}
-        parts = [frame.iloc[start : start + part] for start in range(0, len(frame), part)]
-        answers = [predict_frame(bundle, one, level=level, **options) for one in parts]  # type: ignore[arg-type]
-        return pd.concat(answers)
-    with np.errstate(over="ignore"):  # an interval without end is an honest answer
-        options = {**positive, **prices, **sent}
-        return _answer(bundle, frame, asked, level, options, inter_node_latency_s)
+    _check_options(level, options)
+    columns = _in_parts(bundle, _configurations(frame), level, options)
+    return pd.DataFrame(columns, index=frame.index)
+
+
+def predict_columns(
+    bundle: Mapping[str, Any],
+    asked: Mapping[str, Sequence[int]],
+    *,
+    level: float = 0.9,
+    **options: Any,
+) -> dict[str, NDArray[Any]]:
+    """The same without frames: a decision asks often, and frames take longer than the answers.
+
+    Args:
+        bundle: `PredictorBundle.to_dict()`.
+        asked: `local_batch_size`, `nodes`, `devices_per_node` and `accumulation_steps`.
+        level: probability of the intervals.
+        options: those of `predict_frame`.
+
+    Raises:
+        ValueError: a question that cannot be asked, in one line.
+    """
+    _check_options(level, options)
+    counts = {name: np.asarray(asked[name], np.int64) for name in OPTIONAL_COLUMNS}
+    local = np.asarray(asked["local_batch_size"], np.int64)
+    shared = _shared_out("local_batch_size", local, counts)
+    return _in_parts(bundle, shared, level, options)
+
+
+def _in_parts(
+    bundle: Mapping[str, Any],
+    asked: Mapping[str, NDArray[np.int64]],
+    level: float,
+    options: Mapping[str, Any],
+) -> dict[str, NDArray[Any]]:
+    """The answers, so many at a time that no array becomes too large."""
+    part, count = _questions_at_once(bundle["step_time"]), len(asked["local_batch_size"])
+    answers = []
+    for start in range(0, max(count, 1), part):
+        some = {name: values[start : start + part] for name, values in asked.items()}
+        with np.errstate(over="ignore"):  # an interval without end is an honest answer
+            answers.append(_answer(bundle, some, level, options))
+    if len(answers) == 1:
+        return answers[0]
+    return {name: np.concatenate([one[name] for one in answers]) for name in answers[0]}
 
 
 def _answer(
     bundle: Mapping[str, Any],
-    frame: pd.DataFrame,
     asked: Mapping[str, NDArray[np.int64]],
     level: float,
     options: Mapping[str, Any],
-    inter_node_latency_s: float | None,
-) -> pd.DataFrame:
+) -> dict[str, NDArray[Any]]:
     """The columns of `predict_frame` for questions that were checked."""
-    prices = {name: options[name] for name in ("usd_per_device_hour", "usd_per_gb_hour")}
+    prices = {name: options.get(name) for name in ("usd_per_device_hour", "usd_per_gb_hour")}
     local, nodes, devices, accumulation, samples = (
         asked[name].astype(float)
         for name in ("local_batch_size", *OPTIONAL_COLUMNS, "global_batch_size")
@@ -118,21 +153,21 @@ def _answer(
         devices,
         accumulation,
         level=level,
-        bandwidth_bytes_per_s=options["inter_node_bandwidth_bytes_per_s"],
-        latency_s=inter_node_latency_s,
-        gradient_compression=options["gradient_compression"],
-        bucket_bytes=options["bucket_bytes"],
+        bandwidth_bytes_per_s=options.get("inter_node_bandwidth_bytes_per_s"),
+        latency_s=options.get("inter_node_latency_s"),
+        gradient_compression=options.get("gradient_compression"),
+        bucket_bytes=options.get("bucket_bytes"),
     )
     memory = _memory(bundle, local, nodes * devices, level)
     workload = bundle["workload"]
-    size = int(options["dataset_size"] or workload["dataset_size"])
+    size = int(options.get("dataset_size") or workload["dataset_size"])
     steps = formulas.steps_per_epoch(size, samples, bool(workload.get("drop_last", True)))
     epoch = (steps * step[0], steps * step[1], steps * step[2])
     reach = _convergence(bundle, samples, level)
     target = formulas.product_interval(epoch, reach[:3])
-    fits, reason = _fits(bundle, asked, options["memory_limit_bytes"], size)
+    fits, reason = _fits(bundle, asked, options.get("memory_limit_bytes"), size)
     world = nodes * devices
-    columns: dict[str, Any] = {
+    return {
         **asked,
         **_three("step_time_s", step),
         **_three("peak_memory_bytes", memory),
@@ -141,7 +176,7 @@ def _answer(
         **_three("epochs_to_target", reach[:3]),
         **_three("time_to_target_s", target),
         "cost_usd": formulas.dollars(
-            epoch[0] * (options["epochs"] or 1.0), world, memory[0], **prices
+            epoch[0] * (options.get("epochs") or 1.0), world, memory[0], **prices
         ),
         "cost_to_target_usd": formulas.dollars(target[0], world, memory[0], **prices),
         "extrapolated": _extrapolated(bundle, local, nodes, devices),
@@ -150,7 +185,6 @@ def _answer(
         "may_not_reach_target": reach[3],
         "reach_rate": _reach_rate(bundle, samples),
     }
-    return pd.DataFrame(columns, index=frame.index)
 
 
 def _extrapolated(
@@ -178,13 +212,13 @@ def _three(name: str, parts: tuple[Array, Array, Array]) -> dict[str, Array]:
     return dict(zip((name, f"{name}_lower", f"{name}_upper"), parts, strict=True))
 
 
-def _check_options(positive: Mapping[str, Any], not_negative: Mapping[str, Any]) -> None:
+def _check_options(level: float, options: Mapping[str, Any]) -> None:
     """Raise ValueError for the first option that was given and is no such number."""
-    for name, number in positive.items():
-        if number is not None:
-            _check_number(name, number, above=0.0)
-    for name, number in not_negative.items():
-        if number is not None and number != 0:
+    _check_number("level", level, above=0.0, below=1.0)
+    for name, number in options.items():
+        if number is None or name == "gradient_compression":
+            continue
+        if number != 0 or name not in _MAY_BE_ZERO:
             _check_number(name, number, above=0.0)
 
 
@@ -219,6 +253,13 @@ def _configurations(frame: pd.DataFrame) -> dict[str, NDArray[np.int64]]:
         )
     counts = {name: _count_column(frame, name) for name in OPTIONAL_COLUMNS}
     asked = _count_column(frame, given[0])
+    return _shared_out(given[0], asked, counts)
+
+
+def _shared_out(
+    name: str, asked: NDArray[np.int64], counts: Mapping[str, NDArray[np.int64]]
+) -> dict[str, NDArray[np.int64]]:
+    """Both batch sizes of every row, from the one that was given."""
     most = asked.astype(float)
     for count in counts.values():
         most = most * count
@@ -227,7 +268,7 @@ def _configurations(frame: pd.DataFrame) -> dict[str, NDArray[np.int64]]:
             f"a row asks for {most.max():.3g} samples at once; at most {MAX_PRODUCT:g}"
         )
     parts = counts["nodes"] * counts["devices_per_node"] * counts["accumulation_steps"]
-    if given[0] == "local_batch_size":
+    if name == "local_batch_size":
         local, samples = asked, asked * parts
     else:
         local, samples = asked // parts, asked

@@ -303,10 +303,7 @@ def step_time(
     goes through the overlap, because what hides behind compute does no harm when it is wrong.
     A stated link between nodes (bytes per second, seconds) takes the measured one's place.
     """
-    if bandwidth_bytes_per_s is not None or latency_s is not None:
-        params = with_link(params, bandwidth_bytes_per_s, latency_s)
-    if gradient_compression is not None or bucket_bytes is not None:
-        params = with_options(params, gradient_compression, bucket_bytes)
+    params = _as_asked(params, bandwidth_bytes_per_s, latency_s, gradient_compression, bucket_bytes)
     if not len(local_batch_size):
         empty = np.zeros(0)
         return empty, empty, empty
@@ -332,6 +329,35 @@ def step_time(
         lower = value * np.exp(-np.hypot(down, np.log(value / low)))
         upper = value * np.exp(np.hypot(own, np.log(high / value)))
     return value, lower, upper
+
+
+def step_seconds(
+    params: Mapping[str, Any],
+    setup: Sequence[Array],
+    *,
+    bandwidth_bytes_per_s: float | None = None,
+    latency_s: float | None = None,
+    gradient_compression: str | None = None,
+) -> Array:
+    """The value of `step_time` alone, in a third of its time; `setup` as in `step_values`."""
+    params = _as_asked(params, bandwidth_bytes_per_s, latency_s, gradient_compression, None)
+    (value,), _, _ = step_values(params, setup, (np.ones(len(setup[0])),))
+    return value
+
+
+def _as_asked(
+    params: Mapping[str, Any],
+    bandwidth_bytes_per_s: float | None,
+    latency_s: float | None,
+    gradient_compression: str | None,
+    bucket_bytes: float | None,
+) -> Mapping[str, Any]:
+    """With the stated link and the stated way to synchronise."""
+    if bandwidth_bytes_per_s is not None or latency_s is not None:
+        params = with_link(params, bandwidth_bytes_per_s, latency_s)
+    if gradient_compression is not None or bucket_bytes is not None:
+        params = with_options(params, gradient_compression, bucket_bytes)
+    return params
 
 
 def is_extrapolated(

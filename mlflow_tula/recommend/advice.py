@@ -9,11 +9,10 @@ predictions leave open is not called one.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlflow_tula.errors import TulaWarning
+from mlflow_tula.recommend.curve import predicted
 from mlflow_tula.recommend.recommendation import CurvePoint, ScalingPoint
 from mlflow_tula.specs import ClusterSpec
 
@@ -33,9 +32,10 @@ def advise(request: Request, chosen: CurvePoint) -> tuple[str, ...]:
     if chosen.world_size == 1 or request.bundle.workload.strategy == "fsdp":
         return ()
     found = []
-    now = _ask(request, chosen, request.gradient_compression)
+    assert chosen.step_time_s is not None, "what was chosen has a step time"
+    now = chosen.step_time_s
     if request.gradient_compression is None:
-        half = _ask(request, chosen, "bf16")
+        (half,) = _ask(request, chosen, "bf16", (1,))
         saved = 1.0 - half / now
         if saved > WORTH:
             found.append(
@@ -47,9 +47,9 @@ def advise(request: Request, chosen: CurvePoint) -> tuple[str, ...]:
     per_sample = now / chosen.global_batch_size
     best, gain = 1, 0.0
     possible = [n for n in ACCUMULATIONS if chosen.global_batch_size * n <= request.dataset_size]
-    for steps in possible:
+    times = _ask(request, chosen, request.gradient_compression, possible) if possible else []
+    for steps, seconds in zip(possible, times, strict=True):
         samples = chosen.global_batch_size * steps
-        seconds = _ask(request, chosen, request.gradient_compression, steps=steps)
         less = 1.0 - seconds / samples / per_sample
         # twice the batch must be worth it: a small further gain is none
         if less > gain + WORTH:
@@ -89,8 +89,9 @@ def _points(
     request: Request, kind: Any, pairs: Sequence[tuple[ClusterSpec, int]], passes: int
 ) -> list[ScalingPoint]:
     found: list[ScalingPoint] = []
-    for cluster, local in pairs:
-        row = _row(request, cluster, local, passes, request.gradient_compression)
+    asked = [(cluster, local, passes) for cluster, local in pairs]
+    rows = predicted(request, asked, request.gradient_compression)
+    for (cluster, local), row in zip(pairs, rows, strict=True):
         throughput = float(row["throughput"])
         first = found[0] if found else None
         speedup = 1.0 if first is None else throughput / first.throughput
@@ -115,44 +116,26 @@ def _points(
 
 
 def _ask(
-    request: Request, chosen: CurvePoint, compression: str | None, *, steps: int | None = None
-) -> float:
-    """Seconds of a step of the chosen configuration, changed in one way."""
+    request: Request, chosen: CurvePoint, compression: str | None, steps: Sequence[int]
+) -> list[float]:
+    """Seconds of a step of the chosen configuration, with so many times the passes."""
     cluster = next(
         one
         for one in request.clusters
         if (one.nodes, one.devices_per_node) == (chosen.nodes, chosen.devices_per_node)
     )
-    passes = chosen.accumulation_steps * (steps or 1)
-    row = _row(request, cluster, chosen.local_batch_size, passes, compression)
-    return float(row["step_time_s"])
-
-
-def _row(
-    request: Request, cluster: ClusterSpec, local: int, passes: int, compression: str | None
-) -> dict[str, Any]:
-    import pandas as pd
-
-    frame = pd.DataFrame(
+    count = len(steps)
+    return request.bundle.step_seconds(
         {
-            "local_batch_size": [local],
-            "nodes": cluster.nodes,
-            "devices_per_node": cluster.devices_per_node,
-            "accumulation_steps": passes,
-        }
+            "local_batch_size": [chosen.local_batch_size] * count,
+            "nodes": [cluster.nodes] * count,
+            "devices_per_node": [cluster.devices_per_node] * count,
+            "accumulation_steps": [chosen.accumulation_steps * more for more in steps],
+        },
+        bandwidth_bytes_per_s=cluster.inter_node_bandwidth_bytes_per_s,
+        latency_s=cluster.inter_node_latency_s,
+        gradient_compression=compression,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TulaWarning)
-        out = request.bundle.predict(
-            frame,
-            level=request.level,
-            memory_limit_bytes=request.memory_limit_bytes,
-            dataset_size=request.dataset_size,
-            inter_node_bandwidth_bytes_per_s=cluster.inter_node_bandwidth_bytes_per_s,
-            inter_node_latency_s=cluster.inter_node_latency_s,
-            gradient_compression=compression,
-        )
-    return dict(out.iloc[0])
 
 
 def _ms(seconds: float) -> str:

@@ -8,13 +8,12 @@ the Pareto front of time and cost.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlflow_tula.batches import check_candidates, divisors
-from mlflow_tula.errors import ExtrapolationWarning, InvalidInputError, MayNotReachTargetWarning
+from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.knee import KneeRule
 from mlflow_tula.recommend.recommendation import CurvePoint, Objective, Scaling
 from mlflow_tula.specs import ClusterSpec, Pricing, check_choice, check_int, check_real
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
 MAX_ACCUMULATION_STEPS = 256
 BEYOND_PROBES = 4
 """Default candidates reach this many times the largest measured local batch size."""
+
+Asked = tuple[ClusterSpec, int, int]
+"""A configuration: cluster, local batch size, accumulation steps."""
 
 NEAR = 2
 """A measured local batch size so many times larger or smaller makes a point known."""
@@ -124,19 +126,20 @@ def listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
 
 def make_curve(request: Request) -> tuple[CurvePoint, ...]:
     """Every candidate on every cluster with its predictions, smaller worlds and batches first."""
+    clusters = sorted(request.clusters, key=lambda c: (c.world_size, c.nodes))
     sizes = _global_sizes(request)
-    points: list[CurvePoint] = []
-    for cluster in sorted(request.clusters, key=lambda c: (c.world_size, c.nodes)):
-        if sizes is not None:
-            here = [size for size in sizes if size % cluster.world_size == 0]
-            points += _predict(request, cluster, _layouts(request, cluster, here))
-            continue
-        near, smaller = _default_sizes(request, cluster)
-        near = _held(request, cluster, near)
-        found = _predict(request, cluster, _layouts(request, cluster, near))
-        if not any(point.fits for point in found):
-            found = _predict(request, cluster, _layouts(request, cluster, smaller)) + found
-        points += found
+    if sizes is not None:
+        wanted = [[size for size in sizes if size % one.world_size == 0] for one in clusters]
+        found = _on_each(request, clusters, wanted)
+    else:
+        near = [_held(request, one, _default_sizes(request, one)[0]) for one in clusters]
+        found = _on_each(request, clusters, near)
+        # Where nothing fits, what is smaller than all that was probed comes into question.
+        without = [one for one, here in zip(clusters, found, strict=True) if not _any_fits(here)]
+        smaller = [_default_sizes(request, one)[1] for one in without]
+        more = dict(zip(without, _on_each(request, without, smaller), strict=True))
+        found = [more.get(one, []) + here for one, here in zip(clusters, found, strict=True)]
+    points = [point for here in found for point in here]
     if not points:
         raise InvalidInputError(
             f"a dataset of {request.dataset_size} samples cannot feed "
@@ -144,6 +147,23 @@ def make_curve(request: Request) -> tuple[CurvePoint, ...]:
             "accumulation steps: use fewer"
         )
     return _mark_pareto(request, _apply_limits(request, points))
+
+
+def _on_each(
+    request: Request, clusters: Sequence[ClusterSpec], sizes: Sequence[Sequence[int]]
+) -> list[list[CurvePoint]]:
+    """The points of each cluster's sizes; the bundle is asked once for all of them."""
+    asked: list[Asked] = []
+    ends = []
+    for cluster, wanted in zip(clusters, sizes, strict=True):
+        asked += [(cluster, *layout) for layout in _layouts(request, cluster, wanted)]
+        ends.append(len(asked))
+    points = _points(request, asked)
+    return [points[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _any_fits(points: Iterable[CurvePoint]) -> bool:
+    return any(point.fits for point in points)
 
 
 def _held(request: Request, cluster: ClusterSpec, sizes: list[int]) -> list[int]:
@@ -232,32 +252,52 @@ def _predict(
     request: Request, cluster: ClusterSpec, layouts: Sequence[tuple[int, int]]
 ) -> list[CurvePoint]:
     """One point a layout, from the bundle."""
-    import pandas as pd
+    asked = [(cluster, local, passes) for local, passes in layouts]
+    return _points(request, asked)
 
-    if not len(layouts):
-        return []
-    frame = pd.DataFrame(layouts, columns=["local_batch_size", "accumulation_steps"]).assign(
-        nodes=cluster.nodes, devices_per_node=cluster.devices_per_node
-    )
-    with warnings.catch_warnings():
-        # Both are facts of the points, and come back as warnings of the choice where they matter.
-        warnings.simplefilter("ignore", ExtrapolationWarning)
-        warnings.simplefilter("ignore", MayNotReachTargetWarning)
-        out = request.bundle.predict(
-            frame,
+
+def _points(request: Request, asked: Sequence[Asked]) -> list[CurvePoint]:
+    """One point a configuration, from the bundle."""
+    rows = predicted(request, asked, request.gradient_compression)
+    return [
+        _point(
+            request, {key: v for key, v in row.items() if key in CurvePoint.__dataclass_fields__}
+        )
+        for row in rows
+    ]
+
+
+def predicted(
+    request: Request, asked: Sequence[Asked], compression: str | None
+) -> list[dict[str, Any]]:
+    """What the bundle says of each configuration, all of one link between nodes asked at once."""
+    rows: list[dict[str, Any]] = [{}] * len(asked)
+    links: dict[tuple[float | None, float | None], list[int]] = {}
+    for at, (cluster, _, _) in enumerate(asked):
+        link = cluster.inter_node_bandwidth_bytes_per_s, cluster.inter_node_latency_s
+        links.setdefault(link, []).append(at)
+    for (bandwidth, latency), places in links.items():
+        here = [asked[at] for at in places]
+        columns = request.bundle.predict_columns(
+            {
+                "local_batch_size": [local for _, local, _ in here],
+                "nodes": [cluster.nodes for cluster, _, _ in here],
+                "devices_per_node": [cluster.devices_per_node for cluster, _, _ in here],
+                "accumulation_steps": [passes for _, _, passes in here],
+            },
             level=request.level,
             memory_limit_bytes=request.memory_limit_bytes,
             dataset_size=request.dataset_size,
             epochs=request.epochs,
             pricing=request.pricing,
-            inter_node_bandwidth_bytes_per_s=cluster.inter_node_bandwidth_bytes_per_s,
-            inter_node_latency_s=cluster.inter_node_latency_s,
-            gradient_compression=request.gradient_compression,
+            inter_node_bandwidth_bytes_per_s=bandwidth,
+            inter_node_latency_s=latency,
+            gradient_compression=compression,
         )
-    # Column by column: pandas' own way to records takes longer than the prediction.
-    names = [name for name in out.columns if name in CurvePoint.__dataclass_fields__]
-    rows = zip(*(out[name].tolist() for name in names), strict=True)
-    return [_point(request, dict(zip(names, row, strict=True))) for row in rows]
+        values = zip(*(column.tolist() for column in columns.values()), strict=True)
+        for at, row in zip(places, values, strict=True):
+            rows[at] = dict(zip(columns, row, strict=True))
+    return rows
 
 
 _TIMES = ("epoch_time_s", "time_to_target_s")
