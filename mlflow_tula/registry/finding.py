@@ -7,6 +7,8 @@ in a version. Nothing here writes.
 from __future__ import annotations
 
 import difflib
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +17,17 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 from mlflow_tula.errors import InvalidInputError, NotRegisteredError, SchemaError
 from mlflow_tula.predictors.bundle import PredictorBundle
-from mlflow_tula.registry.lookup import find_version, version_of_alias
+from mlflow_tula.registry.lookup import dangling, find_version
 from mlflow_tula.registry.model_files import BUNDLE_FILE, TABLE_FILE, read_json
 from mlflow_tula.specs import HardwareSpec, Spec, Workload, slugify
 from mlflow_tula.stores import store_errors, store_exists
 from mlflow_tula.table import ProfileTable
 
+_logger = logging.getLogger(__name__)
+
 CHAMPION = "champion"
 _SHOWN = 5
+_PAGE = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,21 +110,30 @@ def find(
     if hardware is not None:
         slug = hardware if isinstance(hardware, str) else hardware.slug
         conditions.append(f"tags.`tula.hardware` = '{_harmless(slug)}'")
-    if not conditions:
-        conditions = ["name LIKE 'tula.%'"]
+    wanted = " AND ".join(conditions) or "name LIKE 'tula.%'"
     with store_errors("search the registry"):
-        client, token = MlflowClient(), None
-        models: list[RegisteredModel] = []
-        while token is not None or not models:
-            page = client.search_registered_models(" AND ".join(conditions), page_token=token)
-            models += page
-            token = page.token
-            if not token:
-                break
-        shown = [_best_version(client, model) for model in models]
+        client = MlflowClient()
+        # Two searches, however many models there are; the versions last, so that none is missing.
+        models = _every_page(client.search_registered_models, wanted, max_results=_PAGE)
+        versions: dict[str, dict[int, ModelVersion]] = {}
+        for one in _every_page(client.search_model_versions, wanted):
+            versions.setdefault(one.name, {})[int(one.version)] = one
+    shown = [_best_version(model, versions.get(model.name, {})) for model in models]
     # Others may register models of their own under `tula.`: they predict no workload.
     found = [one for one in shown if one is not None and one.workload_slug]
     return sorted(found, key=lambda one: one.name)
+
+
+def _every_page(search: Callable[..., Any], wanted: str, **options: Any) -> list[Any]:
+    """All that a search of MLflow's finds."""
+    found: list[Any] = []
+    token = None
+    while True:
+        page = search(wanted, page_token=token, **options)
+        found += page
+        token = page.token
+        if not token:
+            return found
 
 
 def resolve(
@@ -213,13 +227,16 @@ def _harmless(slug: str) -> str:
     return ".".join(slugify(part) for part in slug.split("."))
 
 
-def _best_version(client: MlflowClient, model: RegisteredModel) -> RegisteredPredictor | None:
+def _best_version(
+    model: RegisteredModel, versions: Mapping[int, ModelVersion]
+) -> RegisteredPredictor | None:
     """The champion of a registered model, or its newest version, or None when it has none."""
-    champion = version_of_alias(client, model, CHAMPION)
-    if champion is not None:
-        return from_version(champion, alias=CHAMPION)
-    newest = max(model.latest_versions or [], key=lambda one: int(one.version), default=None)
-    return None if newest is None else from_version(newest, alias=None)
+    number = (model.aliases or {}).get(CHAMPION)
+    if number is not None and int(number) in versions:
+        return from_version(versions[int(number)], alias=CHAMPION)
+    if number is not None:
+        _logger.warning("%s", dangling(model.name, CHAMPION, int(number)))
+    return None if not versions else from_version(versions[max(versions)], alias=None)
 
 
 def read_document(version: ModelVersion, name: str) -> dict[str, Any]:

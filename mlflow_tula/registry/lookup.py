@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import mlflow
 from mlflow import MlflowClient
-from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from mlflow_tula.errors import DanglingAliasError, NotRegisteredError
 from mlflow_tula.stores import masked, store_errors, store_exists
-
-_logger = logging.getLogger(__name__)
 
 ABSENT = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
 """Error codes of a missing model or version, and of a missing alias."""
@@ -50,22 +46,6 @@ def require_store() -> None:
         raise NotRegisteredError(
             f"nothing is registered yet: no store at {masked(mlflow.get_registry_uri())}"
         )
-
-
-def version_of_alias(
-    client: MlflowClient, model: RegisteredModel, alias: str
-) -> ModelVersion | None:
-    """The version that the alias points to; None, with a note in the log, where it is deleted."""
-    number = (model.aliases or {}).get(alias)
-    if number is None:
-        return None
-    try:
-        return client.get_model_version(model.name, str(number))
-    except MlflowException as error:
-        if error.error_code not in ABSENT:
-            raise
-        _logger.warning("%s", dangling(model.name, alias, int(number)))
-        return None
 
 
 def dangling(name: str, alias: str, number: int) -> str:
