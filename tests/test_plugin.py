@@ -35,9 +35,8 @@ def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("group", ENTRY_POINTS)
 def test_entry_points_are_found_and_load(group: str) -> None:
     (point,) = importlib.metadata.entry_points(group=group, name=ENTRY_POINTS[group])
-    # The server loads its app by itself, and only when asked for it; the others come with MLflow.
-    lazily = group == "mlflow.app"
-    assert point.value.startswith("mlflow_tula.serving." if lazily else "mlflow_tula.plugin:")
+    # Behind the guard of the plugin, which turns every fault into an ImportError.
+    assert point.value.startswith("mlflow_tula.plugin:")
     assert point.load()
 
 
@@ -118,7 +117,7 @@ def test_a_fault_in_every_plugin_module_does_not_break_mlflow(tmp_path: Path, fa
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     modules = [path for path in (copy / "plugin").glob("*.py") if path.name != "__init__.py"]
     assert len(modules) >= 5
-    for path in modules:
+    for path in [*modules, copy / "serving" / "app.py"]:
         path.write_text(f"{path.read_text()}\n{fault}\n")
     code = """
 import importlib.metadata, mlflow, mlflow.models, mlflow.projects, mlflow.deployments
@@ -126,8 +125,6 @@ from mlflow_tula.doctor import ENTRY_POINTS
 
 for group, name in ENTRY_POINTS.items():
     (point,) = importlib.metadata.entry_points(group=group, name=name)
-    if not point.value.startswith("mlflow_tula.plugin:"):
-        continue
     try:
         point.load()
     except ImportError as error:
@@ -141,4 +138,16 @@ print(mlflow.get_run(run.info.run_id).info.status)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "FINISHED"
-    assert sum("cannot be loaded" in line for line in lines) == 4, done.stdout
+    assert sum("cannot be loaded" in line for line in lines) == 5, done.stdout
+
+
+def test_a_broken_app_is_one_line_of_mlflow_server(tmp_path: Path) -> None:
+    copy = tmp_path / "mlflow_tula"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    path = copy / "serving" / "app.py"
+    path.write_text(f"{path.read_text()}\nraise RuntimeError('broken')\n")
+    words = ["server", "--app-name", "tula", "--backend-store-uri", "sqlite:///mlflow.db"]
+    done = python(f"from mlflow.cli import cli; cli({words!r})", tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Error: mlflow_tula.serving.app cannot be loaded: RuntimeError: broken" in done.stderr

@@ -4,6 +4,7 @@
     backend.py        mlflow.project_backend        `mlflow run ANY_PROJECT -b tula`
     evaluator.py      mlflow.model_evaluator        `mlflow.models.evaluate(..., evaluators="tula")`
     deployments.py    mlflow.deployments            `get_deploy_client("tula")`
+    serving/app.py    mlflow.app                    `mlflow server --app-name tula`
 
 MLflow loads some of them in the middle of its own import, and survives an ImportError alone: the
 entry points name attributes of this package, and whatever goes wrong behind one (a syntax error, a
@@ -18,25 +19,34 @@ import importlib
 from typing import Any
 
 _OFFERED = {
-    "HardwareContext": "run_context",
-    "PredictorEvaluator": "evaluator",
-    "TulaBackend": "backend",
-    "deployments": "deployments",
+    "HardwareContext": "mlflow_tula.plugin.run_context",
+    "PredictorEvaluator": "mlflow_tula.plugin.evaluator",
+    "TulaBackend": "mlflow_tula.plugin.backend",
+    "create_app": "mlflow_tula.serving.app",
+    "deployments": "mlflow_tula.plugin.deployments",
 }
 """What an entry point names -> the module behind it."""
 
 
 def __getattr__(name: str) -> Any:
-    """The class, or the module itself, behind an entry point; every fault is an ImportError."""
+    """The class or function, or the module itself, behind an entry point.
+
+    Every fault is an ImportError, which MLflow survives; its command line shows it as one line.
+    """
     if name not in _OFFERED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"{__name__}.{_OFFERED[name]}")
-        return module if name == _OFFERED[name] else getattr(module, name)
-    except ImportError:
-        raise
+        module = importlib.import_module(_OFFERED[name])
+        return module if _OFFERED[name].endswith(f".{name}") else getattr(module, name)
     except (Exception, SystemExit) as error:
-        kind = type(error).__name__
-        raise ImportError(
-            f"mlflow_tula.plugin.{_OFFERED[name]} cannot be loaded: {kind}: {error}"
-        ) from error
+        raise _broken(_OFFERED[name], error) from error
+
+
+def _broken(module: str, error: BaseException) -> ImportError:
+    """What MLflow is told of a module that cannot be loaded."""
+    import click
+
+    class BrokenPluginError(click.ClickException, ImportError):
+        """Caught by MLflow as an ImportError; `mlflow server` ends with its message."""
+
+    return BrokenPluginError(f"{module} cannot be loaded: {type(error).__name__}: {error}")
