@@ -86,7 +86,10 @@ sessions.PATIENCE_S, watch.FLUSH_EVERY_S = 0.0, 0.1
 mlflow_tula.autolog(every_n_steps=1)
 def tell(number):
     if number == 20:
-        time.sleep(1)
+        until = time.monotonic() + 60
+        while mlflow.search_runs(output_format='list', search_all_experiments=True) == []:
+            assert time.monotonic() < until
+            time.sleep(0.1)
         print('there', flush=True)
         time.sleep(60)
 train(after_step=tell)

@@ -35,6 +35,10 @@ class GradientSampler:
             return False
         return (step - WARMUP_STEPS - 1) % self._every in (0, 1)
 
+    def begins(self, step: int) -> bool:
+        """Whether this step is the first of a pair that is read."""
+        return self.due(step) and (step - WARMUP_STEPS - 1) % self._every == 0
+
     def stop(self) -> None:
         """Read no more: these gradients cannot be read on one rank."""
         self._every = 0

@@ -2,7 +2,8 @@
 
 `DataLoader.__iter__` and the `__next__` of its iterators are replaced while somebody watches, and
 put back afterwards. An evaluation shows as a new pass, or as batches drawn without gradients; both
-tell that the interval between two training steps was no step's alone.
+tell that the interval between two training steps was no step's alone. `torch.jit.script` is
+replaced as well: it compiles the hooks of a module along, and so has to find none of ours.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ class LoaderListener(Protocol):
     def on_batch(self, batch: Any) -> None:
         """A batch was drawn."""
 
+    def on_script(self) -> None:
+        """A module is about to be scripted."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
     """One replaced function of torch."""
 
-    owner: type
+    owner: Any
     name: str
     original: Callable[..., Any]
     replacement: Callable[..., Any]
@@ -61,6 +65,7 @@ def listen(listener: LoaderListener) -> None:
             _patches = (
                 _patch(DataLoader, "__iter__", _iterating),
                 _patch(_BaseDataLoaderIter, "__next__", _drawing),
+                _patch(torch.jit, "script", _scripting),
             )
             for patch in _patches:
                 patch.put()
@@ -77,7 +82,7 @@ def leave(listener: LoaderListener) -> None:
             _patches = ()
 
 
-def _patch(owner: type, name: str, wrap: Callable[[Any], Any]) -> _Patch:
+def _patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> _Patch:
     original = owner.__dict__[name]
     return _Patch(owner, name, original, functools.wraps(original)(wrap(original)))
 
@@ -100,3 +105,15 @@ def _drawing(original: Callable[..., Any]) -> Callable[..., Any]:
         return batch
 
     return draw
+
+
+def _scripting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def script(
+        obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any
+    ) -> Any:
+        for listener in _listeners:
+            listener.on_script()
+        # It looks names up in its caller's frame, which is one further away now.
+        return original(obj, optimize, _frames_up + 1, *args, **kwargs)
+
+    return script

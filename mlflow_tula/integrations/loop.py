@@ -77,6 +77,7 @@ class Loop:
         # may always be the short one at the end of an epoch.
         self._random = random.Random(0)
         self._others: dict[int, int] = {}
+        self._may_be_over = False
         self._data = dict(data or {})
         self._model: weakref.ref[nn.Module] | None = None
         self._shape: tuple[int, ...] | None = None
@@ -90,7 +91,7 @@ class Loop:
 
     def claims(self, optimizer: Optimizer) -> bool:
         """Whether another optimizer's step belongs to this loop; False: a new loop has begun."""
-        if self.over:
+        if self.over or self._may_be_over:
             return False
         count = self._others[id(optimizer)] = self._others.get(id(optimizer), 0) + 1
         return count < _TAKES_OVER
@@ -108,6 +109,7 @@ class Loop:
         if optimizer is None:
             return
         self._others.clear()
+        self._may_be_over = False
         if self._watch is None:
             self._watch = CallWatch(optimizer)
         if closure:
@@ -139,9 +141,9 @@ class Loop:
         if self._wants_look() and not watch.hopeless:
             watch.arm()
         model = None if self._model is None else self._model()
-        wanted = self.settings.log_noise_scale and self.gradients.due(self.step + 1)
+        wanted = self.settings.log_noise_scale and self.gradients.begins(self.step + 1)
         if wanted and model is not None:
-            self.noise.arm(model)
+            self.noise.arm(model, None if self.key is None else self.key.local_batch_size)
         self.spent(begin)
 
     def spent(self, begin: float) -> None:
@@ -154,9 +156,13 @@ class Loop:
             self._watch.disarm()
         self.noise.disarm()
 
-    def restart_times(self) -> None:
-        """Forget the intervals so far: from here on they are another run's."""
+    def leave_run(self) -> None:
+        """Forget the intervals so far: from here on they are another run's.
+
+        Another optimizer that steps first in that run begins another loop.
+        """
         self.times = StepTimes()
+        self._may_be_over = True
 
     def _read_gradients(self, optimizer: Optimizer) -> None:
         if not self.gradients.due(self.step):

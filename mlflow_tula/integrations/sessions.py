@@ -6,7 +6,8 @@ Values of the loop as a whole, brought up to date at every flush (they are what 
 `tula fit --runs` read):
     step_time_s (median), step_time_std_s, num_steps, throughput, peak_memory_bytes,
     local_batch_size, accumulation_steps, nodes, devices_per_node, global_batch_size,
-    gradient_norm, gradient_variability, noise_scale
+    gradient_norm, gradient_variability, noise_scale, noise_scale_coverage
+The tag `tula.noise_scale_doubt` says why a noise scale is a rough one, where it is.
 The run is the one that is active in the training thread. Where there is none for ten seconds, or
 until the loop ends, one is made, which never becomes the active run: nothing of the user's code
 can run into it.
@@ -143,7 +144,7 @@ class LoopSession:
         with self._sending:
             if record is not None:
                 self._close(record, "FINISHED")
-                self.loop.restart_times()
+                self.loop.leave_run()
             self._record = _Record(_open(target.run_id, target.client), managed=False)
 
     def leave_run(self, run_id: str) -> None:
@@ -157,7 +158,7 @@ class LoopSession:
             record, self._record = self._record, None
             if record is not None:
                 self._close(record, "FINISHED")
-            self.loop.restart_times()
+            self.loop.leave_run()
             self._began = time.monotonic()
 
     def flush(self) -> None:
@@ -246,6 +247,7 @@ class LoopSession:
             "tula.autolog": process_tags()["tula.version"],
             "tula.input_shape": None if shape is None else "x".join(map(str, shape)),
             "tula.num_threads": facts.num_threads,
+            "tula.noise_scale_doubt": self.loop.noise.doubt() or None,
         }
 
     def _values(self) -> dict[str, object]:
@@ -257,6 +259,7 @@ class LoopSession:
             "gradient_norm": _number(gradients.norm),
             "gradient_variability": _number(gradients.variability),
             "noise_scale": self.loop.noise.noise_scale(),
+            "noise_scale_coverage": self.loop.noise.coverage(),
         }
         if summary is None:
             return values

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -97,9 +98,12 @@ class Watch:
 
     def start(self) -> None:
         """Register with torch."""
+        # A step that is compiled calls them from outside: torch itself breaks its graph there.
+        outside: Any = torch.compiler.disable
+        before, after = outside(self._before), outside(self._after)
         self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(after),
         ]
         loader_watch.listen(self)
         if self._only is not None:
@@ -173,6 +177,11 @@ class Watch:
         if found is not None and len(state.drawn) < _MOST_DRAWN:
             state.drawn.append(found[0])
 
+    def on_script(self) -> None:
+        """A module is about to be scripted, which a hook of ours would stop."""
+        for session in self._open_sessions():
+            session.loop.release()
+
     # Called by torch's optimizers.
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -232,7 +241,9 @@ class Watch:
             self._close(session)
         if state.broken is not None and state.broken() is optimizer:
             return None
-        session = self._make_session(Loop(optimizer, self.settings, state.data))
+        # A loop that draws nothing trains on other data than what was passed over last.
+        data = state.data if state.drawn else {}
+        session = self._make_session(Loop(optimizer, self.settings, data))
         if session is None:
             # Asked again when another optimizer steps; not at every step of this one.
             state.broken = weakref.ref(optimizer)
