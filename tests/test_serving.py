@@ -30,7 +30,14 @@ from mlflow_tula.errors import (
 from mlflow_tula.recommend import recommend
 from mlflow_tula.registry import load
 from mlflow_tula.registry.versions import promote
-from mlflow_tula.serving import app, catalogue, pages, recommender_files, scoring_guard
+from mlflow_tula.serving import (
+    app,
+    catalogue,
+    champions,
+    pages,
+    recommender_files,
+    scoring_guard,
+)
 from mlflow_tula.serving.catalogue import Catalogue
 from mlflow_tula.serving.curves import controls, view
 from mlflow_tula.serving.faults import RequestError
@@ -263,10 +270,10 @@ def test_champions_are_read_ahead(registered: str) -> None:
 
 def test_the_servers_own_artifacts_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_DESTINATION", "/srv/art")
-    assert catalogue._within_server("mlflow-artifacts:/1/models/m") == "/srv/art/1/models/m"
-    assert catalogue._within_server("s3://b/1") == "s3://b/1"
+    assert champions.within_server("mlflow-artifacts:/1/models/m") == "/srv/art/1/models/m"
+    assert champions.within_server("s3://b/1") == "s3://b/1"
     with pytest.raises(StoreError, match="leaves the artifact folder"):
-        catalogue._within_server("mlflow-artifacts:/../../etc")
+        champions.within_server("mlflow-artifacts:/../../etc")
 
 
 # ---- the model ----
@@ -444,7 +451,7 @@ def test_a_target_counts_epochs(bundle, table) -> None:
         {"global_batch_size": sizes, "epochs_to_target": [8.0, 8.5, 9.0, 11.0, 15.0]}
     )
     fitted = tula.fit(table, convergence=frame)
-    champion = catalogue.Champion(name="n", version=1, source="s", bundle=fitted)
+    champion = champions.Champion(name="n", version=1, source="s", bundle=fitted)
     question = Question(objective="min_time_to_target")
     shown = view(champion, table, question)
     point = next(one for one in shown["points"] if one["choice"])
@@ -458,7 +465,7 @@ def test_a_target_counts_epochs(bundle, table) -> None:
 
 
 def test_a_line_goes_through_its_candidates(bundle, table) -> None:
-    champion = catalogue.Champion(name="n", version=1, source="s", bundle=bundle)
+    champion = champions.Champion(name="n", version=1, source="s", bundle=bundle)
     question = Question(devices_per_node=(1, 2), nodes=(1, 2), epochs=3.0)
     shown = view(champion, table, question)
     for point in shown["points"]:

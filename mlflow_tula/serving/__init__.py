@@ -2,6 +2,8 @@
 
     questions.py            one request in, checked; the answer as one row
     catalogue.py            champions and their files, cached, a new champion within seconds
+    champions.py            what the registry says of champions, and what lies in their files
+    foreseen.py             what other models of a hardware say of a workload new to it
     recommender.py          questions -> decisions; what the model and the pages ask
     faults.py               our errors as MLflow's and as HTTP statuses, one sentence each
     recommender_model.py    the registered model `tula.recommender` ("models from code")

@@ -145,7 +145,8 @@ class _Site:
     async def listed(self, request: Request) -> Any:
         """Every predictor."""
         listed = await run_in_threadpool(self.recommender.catalogue.listed)
-        names = ("name", "workload", "hardware", "model", "dataset", "device_name", "version")
+        names = ["name", "workload", "hardware", "model", "dataset", "device_name"]
+        names += ["version", "foreseen"]
         return {"predictors": [{name: getattr(one, name) for name in names} for one in listed]}
 
     async def view(self, request: Request) -> Any:

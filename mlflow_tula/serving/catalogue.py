@@ -2,16 +2,17 @@
 
 A name's champion is looked up again when the last look is two seconds old; for two more seconds
 the old answer is given while a thread looks, after that the request waits for the look-up. So a new
-champion is served within four seconds, without a restart. Where the registry does not answer, what
-was seen last is served, with a warning; what was never seen is a StoreError within seconds, however
-long MLflow's client would go on trying.
+champion is served within four seconds, without a restart. In MLflow's own database one query looks
+at all champions. A workload without a predictor on a hardware is answered by the other models there
+(foreseen.py), which is worked out once and kept for a while. Where the registry does not answer,
+what was seen last is served, with a warning; what was never seen is a StoreError within seconds,
+however long MLflow's client would go on trying.
 """
 
 from __future__ import annotations
 
 import difflib
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -20,12 +21,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import mlflow
-from mlflow import MlflowClient
-from mlflow.entities.model_registry import ModelVersion
-from mlflow.exceptions import MlflowException
 
 from mlflow_tula.errors import (
     DanglingAliasError,
@@ -34,11 +31,20 @@ from mlflow_tula.errors import (
     StoreError,
     TulaError,
 )
-from mlflow_tula.predictors.bundle import PredictorBundle
 from mlflow_tula.registry import CHAMPION
 from mlflow_tula.registry.lookup import find_version
-from mlflow_tula.registry.model_files import BUNDLE_FILE, TABLE_FILE, read_json
-from mlflow_tula.stores import masked, store_errors, store_exists
+from mlflow_tula.serving.champions import (
+    Champion,
+    Listed,
+    all_champions,
+    identity,
+    list_models,
+    read_champion,
+    read_table,
+    split_name,
+)
+from mlflow_tula.serving.foreseen import foresee
+from mlflow_tula.stores import masked
 from mlflow_tula.table import ProfileTable
 
 _logger = logging.getLogger(__name__)
@@ -53,40 +59,18 @@ ANSWER_S = 6.0
 DOWN_S = 2.0
 """After a failure nobody waits for the registry for so long."""
 
+FORESEEN_S = 60.0
+"""What other models say is worked out again after so long."""
+
 LISTED_S = 5.0
 KEPT = 1024
 """Champions in memory, about 30 kB each."""
 
 _WARM_PAUSE_S = 0.01
 _MOST_WAITING = 16
+_ALL = "all champions"
+_ONE_BY_ONE_S = 60.0
 _SHOWN = 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Champion:
-    """The version that answers for a registered name; `source` tells versions apart for good."""
-
-    name: str
-    version: int
-    source: str
-    bundle: PredictorBundle
-    warning: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Listed:
-    """A registered predictor as its registered model describes it; no version was looked at."""
-
-    name: str
-    workload: str
-    hardware: str
-    model: str
-    dataset: str
-    device_name: str
-    device_type: str
-    fingerprint: str
-    version: int | None
-    updated_s: float
 
 
 @dataclass(slots=True)
@@ -114,8 +98,10 @@ class Catalogue:
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._tables: OrderedDict[str, ProfileTable] = OrderedDict()
+        self._foreseen: OrderedDict[str, _Entry] = OrderedDict()
         self._waiting: dict[str, Future[Any]] = {}
         self._down: tuple[float, str] = (0.0, "")
+        self._one_by_one_until = 0.0
         self._listed: tuple[float, tuple[Listed, ...]] | None = None
 
     def champion(self, name: str) -> Champion:
@@ -130,13 +116,20 @@ class Catalogue:
         age = float("inf") if entry is None else time.monotonic() - entry.checked_s
         if entry is not None and age < 2 * self._fresh_s:
             if age >= self._fresh_s:
-                self._start(name, lambda: self._fetch(name, entry))
+                if self._at_once:
+                    self._start(_ALL, self._look_at_all)
+                else:
+                    self._start(name, lambda: self._fetch(name, entry))
             return entry.champion
         try:
+            if entry is not None and self._at_once and self._asked(_ALL, self._look_at_all):
+                entry = self._entry(name)
+                if entry is not None and time.monotonic() - entry.checked_s < self._fresh_s:
+                    return entry.champion
             return self._asked(name, lambda: self._fetch(name, entry))
         except NotRegisteredError as error:
             self._forget(name)
-            raise NotRegisteredError(self._instead(name, str(error))) from error
+            return self._other_models(name, str(error))
         except (DanglingAliasError, SchemaError):
             self._forget(name)
             raise
@@ -146,6 +139,55 @@ class Catalogue:
             _logger.warning("%s is served as last seen: %s", name, error)
             seen = f"version {entry.champion.version}, the champion as last seen {age:.0f} s ago"
             return replace(entry.champion, warning=f"the registry does not answer: this is {seen}")
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether one query may tell of all champions."""
+        return time.monotonic() >= self._one_by_one_until
+
+    def _look_at_all(self) -> bool:
+        """Confirm what is in memory by one query; False where each name must be looked up."""
+        began = time.monotonic()
+        found = all_champions()
+        if found is None:
+            self._one_by_one_until = began + _ONE_BY_ONE_S
+            return False
+        with self._lock:
+            entries = list(self._entries.items())
+        for name, entry in entries:
+            champion = entry.champion
+            same = found.get(name) == (champion.version, champion.source)
+            entry.checked_s = began if same else float("-inf")
+        return True
+
+    def _other_models(self, name: str, otherwise: str) -> Champion:
+        """What the other models of the hardware say, or an error that says what there is."""
+        with self._lock:
+            entry = self._foreseen.get(name)
+        if entry is not None and time.monotonic() - entry.checked_s < FORESEEN_S:
+            return entry.champion
+        try:
+            registered = self.listed(within_s=60.0)
+        except StoreError as error:
+            raise NotRegisteredError(otherwise) from error
+        future = self._start(f"foreseen {name}", lambda: foresee(name, registered))
+        try:
+            champion = future.result(timeout=self._answer_s)
+        except LateError as error:
+            if future.done():
+                raise
+            raise StoreError(
+                f"{name} is being foreseen from other models, which takes longer than "
+                f"{self._answer_s:g} s: ask again"
+            ) from error
+        except NotRegisteredError as error:
+            text = "; ".join(filter(None, [self._instead(name, otherwise), str(error)]))
+            raise NotRegisteredError(text) from error
+        with self._lock:
+            self._foreseen[name] = _Entry(champion, time.monotonic())
+            while len(self._foreseen) > self._kept // 16:
+                self._foreseen.popitem(last=False)
+        return champion
 
     def warm(self) -> None:
         """Read every champion there is room for, in the background and in small pieces.
@@ -170,12 +212,15 @@ class Catalogue:
 
     def table(self, champion: Champion) -> ProfileTable:
         """The measurements that a champion was fitted to; raises as `champion` does."""
+        if champion.answers:  # nothing was measured
+            bundle = champion.bundle
+            return ProfileTable(workload=bundle.workload, hardware=bundle.hardware)
         key = f"{champion.name} {champion.source}"
         with self._lock:
             if key in self._tables:
                 self._tables.move_to_end(key)
                 return self._tables[key]
-        table = self._asked(f"table {key}", lambda: _read_table(champion))
+        table = self._asked(f"table {key}", lambda: read_table(champion))
         with self._lock:
             self._tables[key] = table
             while len(self._tables) > self._kept // 16:
@@ -191,7 +236,7 @@ class Catalogue:
         found = self._listed
         if found is not None and time.monotonic() - found[0] < within_s:
             return found[1]
-        models = self._asked("the list of predictors", _list_models)
+        models = self._asked("the list of predictors", list_models)
         self._listed = (time.monotonic(), models)
         return models
 
@@ -216,8 +261,8 @@ class Catalogue:
             self._down = (time.monotonic() + DOWN_S, str(error))
             raise
         champion = None if known is None else known.champion
-        if champion is None or (champion.version, champion.source) != _identity(version):
-            champion = _read_champion(version)
+        if champion is None or (champion.version, champion.source) != identity(version):
+            champion = read_champion(version)
         with self._lock:
             self._entries[name] = _Entry(champion, time.monotonic())
             self._entries.move_to_end(name)
@@ -282,7 +327,7 @@ class Catalogue:
         """What is not registered, and what there is instead."""
         _, workload, hardware = split_name(name)
         try:
-            known = self.listed(within_s=60.0)
+            known = [one for one in self.listed(within_s=60.0) if not one.foreseen]
         except StoreError:
             return otherwise
         if any(one.name == name for one in known):
@@ -300,100 +345,6 @@ class Catalogue:
         )
 
 
-def split_name(name: str) -> tuple[str, str, str]:
-    """(`tula`, `<model>.<dataset>`, `<hardware>`) of a registered name."""
-    first, _, rest = name.partition(".")
-    workload, _, hardware = rest.rpartition(".")
-    return first, workload, hardware
-
-
 def _few(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _identity(version: ModelVersion) -> tuple[int, str]:
-    return int(version.version), f"{version.source} {version.creation_timestamp}"
-
-
-def _read_champion(version: ModelVersion) -> Champion:
-    """The bundle of a version."""
-    number, source = _identity(version)
-    document = _read(version.name, number, version.source or "", BUNDLE_FILE)
-    try:
-        bundle = PredictorBundle.from_dict(document)
-    except SchemaError as error:
-        raise SchemaError(f"{version.name} version {number}: {error}") from error
-    return Champion(name=version.name, version=number, source=source, bundle=bundle)
-
-
-def _read_table(champion: Champion) -> ProfileTable:
-    source = champion.source.partition(" ")[0]
-    return ProfileTable.from_dict(_read(champion.name, champion.version, source, TABLE_FILE))
-
-
-def _read(name: str, version: int, source: str, file: str) -> dict[str, Any]:
-    """One document of a version's model."""
-    with store_errors(f"find the files of {name}"):
-        return read_json(_within_server(_address(name, version, source)), file)
-
-
-def _address(name: str, version: int, source: str) -> str:
-    """Where the files of a version lie.
-
-    The logged model knows, and is asked first: MLflow's own way loads the whole registered model.
-    """
-    client = MlflowClient()
-    if source.startswith("models:/m-"):
-        try:
-            found = client.get_logged_model(source.removeprefix("models:/"))
-            return str(found.artifact_location)
-        except MlflowException as error:
-            _logger.debug("no logged model %s: %s", source, error)
-    return str(client.get_model_version_download_uri(name, str(version)))
-
-
-def _within_server(address: str) -> str:
-    """Where the files lie for the tracking server itself, which others ask for them over HTTP."""
-    parts = urlsplit(address)
-    root = os.environ.get("_MLFLOW_SERVER_ARTIFACT_DESTINATION")
-    if parts.scheme != "mlflow-artifacts" or not root:
-        return address
-    if ".." in parts.path.split("/"):
-        raise StoreError(f"the model's address {masked(address)} leaves the artifact folder")
-    return f"{root.rstrip('/')}/{parts.path.lstrip('/')}"
-
-
-def _list_models() -> tuple[Listed, ...]:
-    """All registered predictors: one search a thousand of them."""
-    if not store_exists():
-        return ()
-    found: list[Listed] = []
-    with store_errors("list the registered predictors"):
-        client, token = MlflowClient(), None
-        while True:
-            page = client.search_registered_models(
-                "name LIKE 'tula.%'", max_results=1000, page_token=token
-            )
-            for model in page:
-                tags = model.tags or {}
-                number = (model.aliases or {}).get(CHAMPION)
-                if tags.get("tula.workload") and tags.get("tula.hardware"):
-                    found.append(
-                        Listed(
-                            name=model.name,
-                            workload=tags["tula.workload"],
-                            hardware=tags["tula.hardware"],
-                            model=tags.get("tula.model", ""),
-                            dataset=tags.get("tula.dataset", ""),
-                            device_name=tags.get("tula.device_name", ""),
-                            device_type=tags.get("tula.device_type", ""),
-                            fingerprint=tags.get("tula.fingerprint", ""),
-                            version=None if number is None else int(number),
-                            updated_s=float(model.last_updated_timestamp or 0) / 1000,
-                        )
-                    )
-            token = page.token
-            if not token:
-                break
-    return tuple(sorted(found, key=lambda one: one.name))

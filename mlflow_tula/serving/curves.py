@@ -16,7 +16,7 @@ import numpy as np
 
 from mlflow_tula.errors import InvalidInputError, TulaWarning
 from mlflow_tula.recommend import CurvePoint, Recommendation, recommend
-from mlflow_tula.serving.catalogue import Champion
+from mlflow_tula.serving.champions import Champion
 from mlflow_tula.serving.questions import Question
 from mlflow_tula.serving.recommender import Decision
 from mlflow_tula.specs import ClusterSpec

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from mlflow_tula.serving.catalogue import Champion, Listed
+from mlflow_tula.serving.champions import Champion, Listed
 
 _HERE = Path(__file__).parent
 STATIC = {
@@ -73,7 +73,7 @@ def render(template: str, prefix: str, **values: Any) -> str:
 def list_page(prefix: str, listed: Iterable[Listed]) -> str:
     """Workloads, each with the hardware that it is registered for."""
     groups: dict[str, list[Listed]] = {}
-    for one in listed:
+    for one in sorted(listed, key=lambda one: one.foreseen):
         groups.setdefault(one.workload, []).append(one)
     hardware = {one.hardware for group in groups.values() for one in group}
     return render(
@@ -88,7 +88,7 @@ def list_page(prefix: str, listed: Iterable[Listed]) -> str:
             }
             for workload, group in sorted(groups.items())
         ],
-        num_predictors=sum(map(len, groups.values())),
+        num_predictors=sum(not one.foreseen for group in groups.values() for one in group),
         num_hardware=len(hardware),
     )
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from mlflow_tula.errors import InvalidInputError
 from mlflow_tula.recommend import Recommendation
-from mlflow_tula.serving.catalogue import Catalogue, Champion
+from mlflow_tula.serving.catalogue import Catalogue
+from mlflow_tula.serving.champions import Champion
 from mlflow_tula.serving.questions import FIELDS, MAX_QUESTIONS, Question, answer_row
 from mlflow_tula.specs import check_name, slugify
 
@@ -49,7 +50,7 @@ class Decision:
 
     def row(self) -> dict[str, Any]:
         """One flat row of JSON types."""
-        who = {"name": self.champion.name, "version": self.champion.version}
+        who = {"name": self.champion.asked, "version": self.champion.version}
         return {**who, **answer_row(self.recommendation), "warnings": list(self.warnings)}
 
 

@@ -27,7 +27,8 @@ from mlflow_tula.errors import DanglingAliasError, NotRegisteredError
 from mlflow_tula.registry import CHAMPION
 from mlflow_tula.registry.lookup import find_version
 from mlflow_tula.registry.model_files import pip_requirements
-from mlflow_tula.serving.catalogue import Catalogue, split_name
+from mlflow_tula.serving.catalogue import Catalogue
+from mlflow_tula.serving.champions import split_name
 from mlflow_tula.serving.questions import FIELDS
 from mlflow_tula.serving.recommender import WHO
 from mlflow_tula.stores import check_store, ensure_experiment, quiet_mlflow, store_errors

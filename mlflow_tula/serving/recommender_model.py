@@ -36,7 +36,7 @@ class ServedRecommender(PythonModel):
         """An empty memory; in a scoring server, see to refusals, retries and champions too."""
         self.recommender = Recommender()
         if _SCORING_SERVER in os.environ:
-            guard()
+            guard(self.recommender.answer)
             self.recommender.catalogue.warm()
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")

@@ -8,32 +8,66 @@ recommender, in that process alone, and stands between the server and its reader
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from mlflow.exceptions import MlflowException
 
-from mlflow_tula.serving.faults import RequestError
+from mlflow_tula.serving.faults import RequestError, as_request_errors
 from mlflow_tula.serving.questions import MAX_BODY
 
 _logger = logging.getLogger(__name__)
 _SHAPE = '{"dataframe_records": [{"model": "vgg11", "dataset": "cifar100", "hardware": "..."}]}'
 
 
-def guard() -> bool:
-    """Put the reader of this process's scoring server behind the guard; False where it cannot."""
+Answer = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+"""`Recommender.answer`: questions in, one row each out."""
+
+
+def guard(answer: Answer | None = None) -> bool:
+    """Put the reader of this process's scoring server behind the guard; False where it cannot.
+
+    Args:
+        answer: what plain questions are put to; None: the server's own way.
+    """
     from mlflow.pyfunc import scoring_server
 
     inner = getattr(scoring_server, "invocations", None)
     if inner is None or getattr(inner, "_tula_guard", False):
         return inner is not None
+    response = getattr(scoring_server, "InvocationsResponse", None)
 
     def invocations(data: Any, content_type: str | None, model: Any, input_schema: Any) -> Any:
+        if answer is not None and response is not None:
+            questions = plain_questions(data, content_type)
+            if questions is not None:
+                with as_request_errors():
+                    text = json.dumps({"predictions": answer(questions)})
+                return response(response=text, status=200, mimetype="application/json")
         return _answered(inner, data, content_type, model, input_schema)
 
     invocations._tula_guard = True  # type: ignore[attr-defined]
     scoring_server.invocations = invocations
     return True
+
+
+def plain_questions(data: Any, content_type: str | None) -> list[dict[str, Any]] | None:
+    """The questions of `{"dataframe_records": [{...}, ...]}`; None for anything else."""
+    kind = (content_type or "").replace(" ", "").lower()
+    if kind not in ("application/json", "application/json;charset=utf-8") or len(data) > MAX_BODY:
+        return None
+    try:
+        asked = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(asked, dict) or set(asked) != {"dataframe_records"}:
+        return None
+    questions = asked["dataframe_records"]
+    if not isinstance(questions, list) or not questions:
+        return None
+    return questions if all(isinstance(one, dict) for one in questions) else None
 
 
 def _answered(
