@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlflow_tula import __version__
-from mlflow_tula.errors import TulaError
+from mlflow_tula.errors import TulaError, WorkFailedError
 from mlflow_tula.files import read_json, write_json
 from reproduction import drawing, profiles
 from reproduction.facts import Made, Paper, sentence
@@ -47,15 +47,23 @@ def make_figures(
     modules = [importlib.import_module(script) for script in scripts]
     if len(modules) == 1:
         return [_only(settings, modules[0], values)]
-    done = []
+    done: list[dict[str, Any]] = []
+    failed: list[str] = []
     with start_run("paper", command="paper", experiment=values["experiment"]) as run:
         run.params(values)
         for module in modules:
-            done.append(_below(settings, module, values))
+            try:
+                done.append(_below(settings, module, values))
+            except WorkFailedError as error:
+                failed.append(f"{module.PAPER.label} ({error})")
+                continue
             run.describe(summary(done))
             run.tag({"tula.paper.figures": ", ".join(one["figure"] for one in done)})
         run.metrics({"figures": len(done), "held": sum(one["held"] == "held" for one in done)})
         _log_summary(run, done)
+        if failed:
+            # The others are made and logged; what failed is tried again by the same command.
+            raise WorkFailedError(f"not made: {'; '.join(failed)}")
     return done
 
 
