@@ -60,7 +60,8 @@ def make_figures(
             run.describe(summary(done))
             run.tag({"tula.paper.figures": ", ".join(one["figure"] for one in done)})
         run.metrics({"figures": len(done), "held": sum(one["held"] == "held" for one in done)})
-        _log_summary(run, done)
+        if done:
+            _log_summary(run, done)
         if failed:
             # The others are made and logged; what failed is tried again by the same command.
             raise WorkFailedError(f"not made: {'; '.join(failed)}")
