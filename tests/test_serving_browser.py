@@ -86,6 +86,9 @@ def test_dragging_changes_the_decision(page, address: str, registered: str, tmp_
         assert page.locator(f"{chart} svg .star").count() == 1
     assert page.locator("#chart-time .band").count() == 1
     assert page.locator("#chart-time .knee").count() == 1
+    for chart in ("#chart-time", "#chart-memory", "#chart-pareto"):
+        # Names of the y axis: without some of them nobody can read a value.
+        assert page.locator(f"{chart} .grid-line").count() >= 3
 
     drag(page, "#price", 0.5)
     settled(page)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlflow_tula.recommend.curve import predicted
-from mlflow_tula.recommend.recommendation import CurvePoint, ScalingPoint
+from mlflow_tula.recommend.recommendation import CurvePoint, ScalingPoint, three_digits
 from mlflow_tula.specs import ClusterSpec
 
 if TYPE_CHECKING:
@@ -139,4 +139,4 @@ def _ask(
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{three_digits(1e3 * seconds)} ms"

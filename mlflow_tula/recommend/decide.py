@@ -35,6 +35,7 @@ from mlflow_tula.recommend.recommendation import (
     Objective,
     Recommendation,
     Scaling,
+    three_digits,
 )
 from mlflow_tula.specs import ClusterSpec, Pricing
 
@@ -193,8 +194,8 @@ def _choose(request: Request, allowed: Sequence[CurvePoint]) -> tuple[CurvePoint
     low, high = chosen.step_time_s_lower, chosen.step_time_s_upper
     if not chosen.measured and low is not None and high is not None:
         reasons.append(
-            f"its step was not measured but predicted: {1e3 * low:.3g} to {1e3 * high:.3g} ms at "
-            f"{request.level:.0%}"
+            f"its step was not measured but predicted: {three_digits(1e3 * low)} to "
+            f"{three_digits(1e3 * high)} ms at {request.level:.0%}"
         )
     if chosen.fits_reason:
         reasons.append(f"it fits: {chosen.fits_reason}")

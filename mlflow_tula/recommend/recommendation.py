@@ -261,8 +261,8 @@ class Recommendation:
                 str(point.nodes * point.devices_per_node),
                 str(point.global_batch_size),
                 str(point.local_batch_size),
-                _number(point.step_time_s * 1e3),
-                _number(point.throughput),
+                three_digits(point.step_time_s * 1e3),
+                three_digits(point.throughput),
                 f"{point.speedup:.2f}",
                 f"{point.efficiency:.0%}",
                 ", ".join(
@@ -316,12 +316,12 @@ class Recommendation:
             str(point.global_batch_size),
             point.layout,
             str(point.nodes) if any(other.nodes > 1 for other in self.curve) else "",
-            _number(point.step_time_s * 1e3),
-            _number(point.epoch_time_s),
-            "" if low is None or high is None else f"{_number(low)} - {_number(high)}",
+            three_digits(point.step_time_s * 1e3),
+            three_digits(point.epoch_time_s),
+            "" if low is None or high is None else f"{three_digits(low)} - {three_digits(high)}",
             _bytes(point.peak_memory_bytes),
-            f"{_number(point.time_to_target_s)} s" if to_target else "",
-            "" if cost is None else f"${_number(cost)}",
+            f"{three_digits(point.time_to_target_s)} s" if to_target else "",
+            "" if cost is None else f"${three_digits(cost)}",
             "yes" if point.fits else "no",
             ", ".join(filter(None, marks)),
         ]
@@ -344,7 +344,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
-def _number(value: float | None) -> str:
+def three_digits(value: float | None) -> str:
     """Three significant digits, thousands with commas."""
     if value is None:
         return ""

@@ -67,8 +67,8 @@ def foresee(name: str, registered: Iterable[Listed]) -> Champion:
         bundle=bundle,
         answers=answers,
         warning=(
-            f"{workload} was never profiled on this hardware: foreseen by {answers} version "
-            f"{version} from {len(known.models)} other models"
+            f"foreseen by {answers} version {version}: {workload} was never profiled on this "
+            "hardware"
         ),
     )
 

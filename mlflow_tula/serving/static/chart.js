@@ -51,11 +51,22 @@
     while (ticks.length / every > most) every++;
     return ticks.filter((_, at) => at % every === 0);
   };
-  const logScale = (low, high, from, to, { ticks, most, format }) => {
+  const FEWEST = 3;
+  /** Even steps, for less than a decade: in hours where hours are what is read, and so on. */
+  const even = (low, high, most, unit) => {
+    const rough = (high - low) / unit / most, power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough * .999) * unit;
+    const out = [];
+    for (let at = Math.ceil(low / step); at * step <= high * 1.001; at++) if (at > 0) out.push(at * step);
+    return out;
+  };
+  const timeUnit = (s) => (s < 120 ? 1 : s < 2 * HOUR ? 60 : s < 3 * DAY ? HOUR : DAY);
+  const logScale = (low, high, from, to, { ticks, most, format, unit }) => {
     const a = Math.log(low), b = Math.log(high > low ? high : low * 2);
     const scale = (value) => from + (to - from) * (Math.log(value) - a) / (b - a);
     const inside = ticks.filter((tick) => tick >= low * .999 && tick <= high * 1.001);
-    return Object.assign(scale, { ticks: thin(inside, most), format, low, high });
+    const shown = unit && inside.length < FEWEST ? even(low, high, Math.min(most, 6), unit(high)) : thin(inside, most);
+    return Object.assign(scale, { ticks: shown, format, low, high });
   };
   const linearScale = (high, from, to, { most, format }) => {
     const rough = high / most, power = 10 ** Math.floor(Math.log10(rough));
@@ -145,7 +156,7 @@
         const angle = Math.PI * (at / 5 - .5), radius = at % 2 ? 4.4 : 10;
         return [x + radius * Math.cos(angle), y + radius * Math.sin(angle)];
       });
-      make("path", { d: path(spokes) + "Z", class: "star", "stroke-linejoin": "round" }, this.inner);
+      make("path", { d: path(spokes) + "Z", class: "star", "stroke-linejoin": "round" }, this.svg);
     }
 
     cross(x, y) {
@@ -209,5 +220,5 @@
     }
   }
 
-  window.tulaCharts = { Chart, make, logScale, linearScale, powers, TIMES, decades, time, bytes, money, count, digits };
+  window.tulaCharts = { Chart, make, logScale, linearScale, powers, TIMES, timeUnit, decades, time, bytes, money, count, digits };
 })();

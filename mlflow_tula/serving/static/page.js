@@ -1,7 +1,7 @@
 "use strict";
 /* One predictor: the question of the controls goes to the server, its answer is drawn. */
 (() => {
-  const { Chart, make, logScale, linearScale, powers, TIMES, decades, time, bytes, money, count, digits } = window.tulaCharts;
+  const { Chart, make, logScale, linearScale, powers, TIMES, timeUnit, decades, time, bytes, money, count, digits } = window.tulaCharts;
   const $ = (id) => document.getElementById(id);
   const { controls, view: first } = JSON.parse($("state").textContent);
   const address = $("tula").dataset.view;
@@ -187,7 +187,7 @@
   const chosenLine = (data) => data.lines.find((line) => line.chosen);
   const known = (values) => values.filter((value) => value !== null && value > 0);
   const batches = (sizes, area) => logScale(Math.min(...sizes) / 1.12, Math.max(...sizes) * 1.12, area.left, area.right, { ticks: powers, most: Math.max(3, (area.right - area.left) / 58), format: count });
-  const seconds = (values, area, most = 7) => logScale(Math.min(...values) * .8, Math.max(...values) * 1.25, area.bottom, area.top, { ticks: TIMES, most, format: (s) => time(s, 2) });
+  const seconds = (values, area, most = 7) => logScale(Math.min(...values) * .8, Math.max(...values) * 1.25, area.bottom, area.top, { ticks: TIMES, most, unit: timeUnit, format: (s) => time(s, 3) });
 
   const drawTime = (chart, data) => {
     const { area } = chart, chosen = chosenLine(data);
@@ -207,11 +207,11 @@
     let above = -99;
     for (const line of [...data.lines].sort((a, b) => b.time.at(-1) - a.time.at(-1))) {
       if (data.lines.length < 2 || line.time.at(-1) === null || (area.width < 480 && !line.chosen)) continue;
-      const right = x(line.batch.at(-1)) > area.right - 70;
+      const right = x(line.batch.at(-1)) > area.right - 190;
       const at = Math.max(y(line.time.at(-1)) - 7, above + 13);
       above = at;
       if (at > area.bottom - 2) continue;
-      make("text", { x: right ? area.right - 4 : x(line.batch.at(-1)) + 6, y: right ? at : at + 11, "text-anchor": right ? "end" : "start", class: `line-text${line.chosen ? " chosen" : ""}` }, chart.svg, line.label);
+      make("text", { x: right ? x(line.batch.at(-1)) - 14 : x(line.batch.at(-1)) + 6, y: right ? at : at + 11, "text-anchor": right ? "end" : "start", class: `line-text${line.chosen ? " chosen" : ""}` }, chart.svg, line.label);
     }
     for (const p of data.points) {
       if (p.choice && data.decision) chart.star(x(p.global_batch_size), y(p.time_s));
@@ -258,8 +258,8 @@
     if (!points.length) return;
     const costs = points.map(worth);
     const wide = data.budget_usd && priced ? [...costs, data.budget_usd] : costs;
-    const format = (value) => (priced ? money(value) : digits(value, 2));
-    const x = logScale(Math.min(...wide) * .8, Math.max(...wide) * 1.25, area.left, area.right, { ticks: decades(), most: Math.max(3, (area.right - area.left) / 64), format });
+    const format = (value) => (priced ? money(value) : digits(value, 3));
+    const x = logScale(Math.min(...wide) * .8, Math.max(...wide) * 1.25, area.left, area.right, { ticks: decades(), most: Math.max(3, (area.right - area.left) / 64), unit: () => 1, format });
     const times = points.map((p) => p.time_s);
     const y = seconds(data.deadline_s ? [...times, data.deadline_s] : times, area, 6);
     chart.axes(x, y, priced ? `cost of ${data.basis}` : `device hours of ${data.basis}`, "time");
