@@ -67,6 +67,14 @@ def log(
     return made.info.run_id
 
 
+def test_a_rough_noise_scale_is_left_out(store: Path) -> None:
+    log(32, noise_scale=100.0)
+    log(32, noise_scale=5.0, tags={"tula.noise_scale_doubt": "batch normalization"})
+    log(64, noise_scale=5.0, tags={"tula.noise_scale_doubt": "batch normalization"})
+    rows = read_observed_runs("").table.measurements
+    assert [row.noise_scale for row in rows] == [100.0, None]
+
+
 def test_runs_of_one_configuration_become_one_row_of_medians(store: Path) -> None:
     for step in (0.040, 0.042, 0.090):
         log(32, step=step, noise_scale=100.0)

@@ -33,7 +33,7 @@ from mlflow_tula.integrations.machine import Layout, PeakMemory, hardware_of
 from mlflow_tula.outbox.client import StoreClient
 from mlflow_tula.runs import Run, process_tags
 from mlflow_tula.stores import check_store, quiet_mlflow, store_errors
-from mlflow_tula.tracking.observed_tags import spec_tags
+from mlflow_tula.tracking.observed_tags import DOUBT_TAG, spec_tags
 from mlflow_tula.tracking.training_log import TrainingLogger
 
 _logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class LoopSession:
             "tula.autolog": process_tags()["tula.version"],
             "tula.input_shape": None if shape is None else "x".join(map(str, shape)),
             "tula.num_threads": facts.num_threads,
-            "tula.noise_scale_doubt": self.loop.noise.doubt() or None,
+            DOUBT_TAG: self.loop.noise.doubt() or None,
         }
 
     def _values(self) -> dict[str, object]:

@@ -28,7 +28,7 @@ from mlflow_tula.runs import PREFIX
 from mlflow_tula.specs import HardwareSpec, Spec, Workload
 from mlflow_tula.stores import store_errors
 from mlflow_tula.table import Measurement, ProfileTable
-from mlflow_tula.tracking.observed_tags import HARDWARE_TAG, WORKLOAD_TAG
+from mlflow_tula.tracking.observed_tags import DOUBT_TAG, HARDWARE_TAG, WORKLOAD_TAG
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -289,7 +289,10 @@ def _rows(trials: Iterable[_Trial]) -> Iterator[Measurement]:
     """One row a configuration, smallest batch first."""
     together: dict[tuple[int, ...], list[Mapping[str, float]]] = defaultdict(list)
     for trial in trials:
-        together[trial.counts].append(trial.run.data.metrics)
+        metrics = dict(trial.run.data.metrics)
+        if DOUBT_TAG in trial.run.data.tags:
+            metrics.pop("noise_scale", None)  # a rough one decides nothing
+        together[trial.counts].append(metrics)
     for counts in sorted(together):
         runs = together[counts]
         times = [metrics["step_time_s"] for metrics in runs]

@@ -17,6 +17,8 @@ from mlflow_tula.specs import HardwareSpec, Workload
 
 WORKLOAD_TAG = "tula.workload_spec"
 HARDWARE_TAG = "tula.hardware_spec"
+DOUBT_TAG = "tula.noise_scale_doubt"
+"""Why a run's noise scale is a rough one; absent where it is not."""
 
 
 def spec_tags(workload: Mapping[str, Any], hardware: HardwareSpec | None) -> dict[str, str]:
