@@ -232,6 +232,7 @@ def clean_environment(folder: Path) -> dict[str, str]:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "COLUMNS": "100",
         "TERM": "dumb",
+        "PYTHONUNBUFFERED": "1",  # both streams in the order in which they were written
     }
 
 
