@@ -19,12 +19,12 @@ knows the answer.
 
 The same number of epochs is the length of the schedule for `small` and `tula`. The largest batch
 would not get there in so few updates: its schedule is as long as fits into a training's time limit
-(100 or 150 seconds). Where it does not reach the target by then, what is said of it is a lower
+(60 or 100 seconds). Where it does not reach the target by then, what is said of it is a lower
 bound. The learning rate is the best of 0.02, 0.05 and 0.1 for batch 32, on the validation part with
 a seed of its own; tula's way is not tuned. Seeds change weights and order; the order of the ways
 rotates from seed to seed. What is done is one JSON line a piece in benchmarks/results/end_to_end; a
 piece that is there is not run again, and `--next` runs one piece alone. The machine must be idle (a
-piece takes up to three minutes): each line says how much of it something else used, `--again 0.1`
+piece takes up to two minutes): each line says how much of it something else used, `--again 0.1`
 repeats the runs where that was more than a tenth, and the least disturbed line counts.
 """
 
@@ -33,6 +33,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -141,6 +142,7 @@ def peak_of(task: Task, size: int, work: Path) -> int:
 
 def run_profile(task: Task, records: Records, work: Path) -> None:
     """`tula main`, as the first job pays for it, and `tula recommend`, as the others do."""
+    shutil.rmtree(work, ignore_errors=True)  # a first job finds nothing registered
     words = [*decision(task), *rate(task), *task.profile_options, "--convergence", "noise-scale"]
     document, spent = tula_command("main", words, work)
     _, again = tula_command("recommend", decision(task), work)
@@ -244,7 +246,8 @@ def pieces(
     """What is still to be done, in order: missing, or disturbed by more than the share `again`."""
     if records.find("largest") is None:
         yield "largest batch that fits", lambda: find_largest(task, records, work)
-    if records.find("profile") is None or not (work / "mlflow.db").exists():
+    profile = records.find("profile")
+    if profile is None or disturbed(profile) > again or not (work / "mlflow.db").exists():
         yield "profile", lambda: run_profile(task, records, work)
     for number, seed in enumerate(task.seeds):
         turn = number % len(WAYS)

@@ -64,8 +64,8 @@ TASKS = {
             learning_rate=0.02,
             target=0.89,
             epochs=5,
-            large_epochs=24,
-            time_limit_s=150,
+            large_epochs=18,
+            time_limit_s=100,
             why=(
                 "LeNet-5 on Fashion-MNIST (54,000 images to train, 6,000 to validate, 10,000 to "
                 "test): the best known small convolution network, an epoch takes seconds on two "
@@ -81,8 +81,8 @@ TASKS = {
             learning_rate=0.05,
             target=0.97,
             epochs=5,
-            large_epochs=50,
-            time_limit_s=100,
+            large_epochs=30,
+            time_limit_s=60,
             why=(
                 "ResNet18 on scikit-learn's digits at 32 pixels (1,150 images to train, 288 to "
                 "validate, 359 to test): a network of the paper's kind on a set so small that a "

@@ -10,6 +10,9 @@ share is the seconds of the probes of the one over those of the other, start of 
 Beside it stands the share of a full search that trains one epoch at every size (predicted by the
 measured step times: steps of an epoch times the time of one).
 
+Since the same configuration measured twice differs, partial search is also replayed on the rows of
+full search: it gets the very rows that it asks for.
+
 Regret: both choose by the rule that is named, among all sizes of the full search; what their choice
 takes is read from the full search's measurements, where both are known. A table is one JSON file in
 benchmarks/results/profiling_cost; what is there is not measured again, and `--next` measures one
@@ -33,7 +36,9 @@ import mlflow_tula as tula
 from mlflow_tula.errors import TulaWarning
 from mlflow_tula.files import write_json
 from mlflow_tula.predictors.formulas import steps_per_epoch
+from mlflow_tula.probing.sweep import AUTO_BUDGET_S, AUTO_QUICK_BUDGET_S, QUICK_STEP_S
 from mlflow_tula.profiler import profile
+from mlflow_tula.search import PartialSearch, Probe
 from mlflow_tula.table import Measurement, ProfileTable
 from mlflow_tula.workloads.job import Job
 
@@ -69,6 +74,8 @@ class Row:
     fastest: Key
     best: Key
     regret: float
+    replayed_share: float
+    replayed_regret: float
 
     @property
     def share(self) -> float:
@@ -100,7 +107,7 @@ def measure_one(folder: Path, model: str, kind: Kind, largest: int, worlds: Sequ
     )
     wall = time.monotonic() - began
     write_json(path_of(folder, model, kind), {"wall_s": wall, "table": table.to_dict()})
-    spent = sum(row.probe_time_s or 0.0 for row in table.measurements)
+    spent = seconds(table)
     print(f"{model}, {kind}: {len(table.measurements)} probes, {spent:.0f} s, wall {wall:.0f} s")
 
 
@@ -111,6 +118,26 @@ def read(folder: Path, model: str, kind: Kind) -> tuple[ProfileTable, float]:
         raise click.ClickException(f"{path} is not there: run `measure` first")
     document = json.loads(path.read_text())
     return ProfileTable.from_dict(document["table"]), float(document["wall_s"])
+
+
+def replay(full: ProfileTable) -> ProfileTable:
+    """Partial search on what full search measured, within the time budget of `tula profile`."""
+    rows = {(row.local_batch_size, row.world_size): row for row in full.measurements}
+    candidates = [Probe(local_batch_size=size, devices_per_node=world) for size, world in rows]
+    table = dataclasses.replace(full, measurements=())
+    quick = (full.ok[0].step_time_s or 0.0) < QUICK_STEP_S
+    search = PartialSearch(
+        candidates, time_budget_s=AUTO_QUICK_BUDGET_S if quick else AUTO_BUDGET_S
+    )
+    while (probe := search.next_probe(table, seconds(table))) is not None:
+        found = rows[probe.local_batch_size, probe.devices_per_node]
+        table = dataclasses.replace(table, measurements=(*table.measurements, found))
+    return table
+
+
+def seconds(table: ProfileTable) -> float:
+    """Of all probes together."""
+    return sum(row.probe_time_s or 0.0 for row in table.measurements)
 
 
 def choose(table: ProfileTable, keys: Sequence[Key], objective: str) -> Key:
@@ -140,13 +167,15 @@ def judge(folder: Path, model: str) -> Row:
     best = min(keys, key=lambda key: true[key])
     knee, full_knee = (_measured(choose(table, keys, "knee"), true) for table in (partial, full))
     fastest = _measured(choose(partial, keys, "min_time"), true)
+    again = replay(full)
+    replayed = _measured(choose(again, keys, "min_time"), true)
     samples = full.workload.dataset_size
     return Row(
         model=model,
         num_probes=len(partial.measurements),
         num_full=len(full.measurements),
-        partial_s=sum(row.probe_time_s or 0.0 for row in partial.measurements),
-        full_s=sum(row.probe_time_s or 0.0 for row in full.measurements),
+        partial_s=seconds(partial),
+        full_s=seconds(full),
         partial_wall_s=wall,
         epoch_each_s=_epoch_each(full, samples),
         large_epoch_each_s=_epoch_each(full, LARGE_DATASET),
@@ -156,6 +185,8 @@ def judge(folder: Path, model: str) -> Row:
         fastest=fastest,
         best=best,
         regret=true[fastest] / true[best] - 1.0,
+        replayed_share=seconds(again) / seconds(full),
+        replayed_regret=true[replayed] / true[best] - 1.0,
     )
 
 
@@ -183,8 +214,8 @@ def markdown(rows: Sequence[Row], hardware: str) -> str:
         "",
         "| model | probes | seconds | wall | of full search | of an epoch at every size | "
         f"of {LARGE_DATASET:,} samples | knee | knee of full search | slower than that by | "
-        "fastest | truly fastest | regret |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "fastest | truly fastest | regret | replayed: share | replayed: regret |",
+        "|---|" + 14 * "--:|",
     ]
     for row in rows:
         lines.append(
@@ -193,7 +224,8 @@ def markdown(rows: Sequence[Row], hardware: str) -> str:
             f"{row.partial_s / row.epoch_each_s:.0%} | "
             f"{row.partial_s / row.large_epoch_each_s:.1%} | {_name(row.knee)} | "
             f"{_name(row.full_knee)} | {row.knee_regret:+.1%} | {_name(row.fastest)} | "
-            f"{_name(row.best)} | {row.regret:.1%} |"
+            f"{_name(row.best)} | {row.regret:.1%} | "
+            f"{row.replayed_share:.0%} | {row.replayed_regret:.1%} |"
         )
     spent, whole = sum(row.partial_s for row in rows), sum(row.full_s for row in rows)
     mean = sum(row.regret for row in rows) / len(rows)

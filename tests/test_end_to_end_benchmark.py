@@ -53,6 +53,8 @@ def lines_of(way: str, seconds: float, *, reached: bool = True) -> list[dict[str
             "reached": reached,
             "command_s": seconds,
             "training_s": seconds - 10,
+            "cpu_s": 1.5 * seconds,
+            "others_cpu_s": 0.1 * seconds,
             "epochs": 5,
             "steps": 50,
             "epochs_planned": 5,
@@ -87,6 +89,7 @@ def test_gains_and_when_profiling_pays(end_to_end: ModuleType, tmp_path: Path) -
     # 60 s of profiling, 20 s saved a job, 4 s an epoch
     assert "after 3.0 such jobs, or 15 epochs" in text
     assert "takes 1.67 times as long" in text
+    assert "| 90.0 | 89.0 | 5% |" in text
     assert "| at least 4.0 times | 0.67 | 60 s once |" in short.read_text()
 
 
