@@ -522,7 +522,8 @@ def test_models_are_not_kept_alive() -> None:
     import gc
     import weakref
 
-    tula.autolog()
+    # The next step is watched, and its gradients are to be read.
+    tula.autolog(every_n_steps=1, gradient_every_n_steps=1)
     with mlflow.start_run():
         model, optimizer = train()
         gone = [weakref.ref(model), weakref.ref(optimizer)]

@@ -21,6 +21,8 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -51,10 +53,10 @@ _CANCELLED = 1e-8
 
 
 class _Part:
-    """One layer during an armed step."""
+    """One layer during an armed step; not kept alive."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
+        self.layer = weakref.ref(layer)
         self.norms: Norms = {}
         self.calls = 0
         self.heard = False
@@ -238,15 +240,13 @@ def _left_alone(module: nn.Module) -> bool:
 
 def _summed(parts: list[_Part], gradients: dict[int, Tensor], samples: int) -> Tensor | None:
     """Mean |b c_i|^2 and |g|^2 over the parameters that were seen per sample, |g|^2 over all."""
-    owners: dict[int, int] = {}
-    for part in parts:
-        for parameter in parameters_of_layer(part.layer).values():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    owned = [(part, parameters_of_layer(layer)) for part in parts if (layer := part.layer())]
+    owners = Counter(id(one) for _, parameters in owned for one in parameters.values())
     rows = []
-    for part in parts:
+    for part, parameters in owned:
         if part.calls != 1:
             continue
-        for name, parameter in parameters_of_layer(part.layer).items():
+        for name, parameter in parameters.items():
             key = id(parameter)
             if name in part.norms and key in gradients and owners[key] == 1:
                 one = part.norms[name].float().mean() * samples**2
