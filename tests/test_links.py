@@ -108,6 +108,16 @@ def test_five_sizes_follow_the_links_speed(rate: float) -> None:
     assert all(size % 4 == 0 for size in sizes)
 
 
+@pytest.mark.parametrize(
+    ("busy_s", "others", "own_s"), [(0.12, 0.0, 0.12), (0.55, 0.5, 0.05), (0.9, 1.0, 0.0)]
+)
+def test_other_work_on_the_cores_is_not_the_all_reduces(
+    busy_s: float, others: float, own_s: float
+) -> None:
+    links = pytest.importorskip("mlflow_tula.probing.links")
+    assert links.without_others(busy_s, 1.0, others) == pytest.approx(own_s)
+
+
 def test_latency_bandwidth_and_casts_are_recovered() -> None:
     found = link.fit(probe_rows(118e6), "inter_node")
     assert found is not None

@@ -9,12 +9,14 @@ on their way at once; then the same through the bf16 compression hook's casts. H
 repeated follows from how long it takes, so that the whole ends within seconds on any link; of a
 gradient that would take longer only the first buckets are sent. Time is the largest of all ranks;
 `cpu_time_s`, on a CPU, how long the cores that a rank computes on were busy meanwhile, the kernel's
-part included: so much less they compute.
+part included: so much less they compute. What else keeps them busy is seen in a pause before, and
+taken off.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +37,7 @@ SMALLEST_BYTES, LARGEST_BYTES = 2**20, 2**28
 MESSAGE_S, GRADIENT_S = 0.8, 2.5
 """Seconds for each size (at least one repetition), and for the gradient in each precision."""
 _WINDOWS, _WINDOW_S = 5, 0.04
+_PAUSE_S = 0.3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +69,7 @@ class LinkProbe:
     def __init__(self, device: torch.device, clock: DeviceClock) -> None:
         """Take this rank's device and clock."""
         self._device, self._clock = device, clock
+        self._others = 0.0
 
     def run(self, gradient: Sequence[int]) -> list[dict[str, Any]]:
         """Rows of LinkMeasurement, less its scope and counts.
@@ -73,6 +77,8 @@ class LinkProbe:
         Args:
             gradient: bytes of the gradient's buckets; empty: no gradient is sent.
         """
+        if self._device.type == "cpu":
+            self._others = self._share_of_others()
         rate = SMALLEST_BYTES / self.time([self._message(SMALLEST_BYTES)], 3 * _WINDOW_S).seconds
         rows = []
         for size in message_sizes(rate):
@@ -126,10 +132,20 @@ class LinkProbe:
                     work.wait()
         end = self._clock.mark()
         self._clock.synchronize()
-        spent = [self._clock.seconds(start, end), busy_seconds() - cpu]
+        seconds, busy = self._clock.seconds(start, end), busy_seconds() - cpu
+        spent = [seconds, without_others(busy, seconds, self._others)]
         largest = torch.tensor(spent, dtype=torch.float64)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return _Timed(seconds=float(largest[0]) / repeats, cpu_s=float(largest[1]) / repeats)
+
+    def _share_of_others(self) -> float:
+        """The part of a pause, in which no rank does anything, that the cores are busy."""
+        dist.barrier()
+        cpu, began = busy_seconds(), time.perf_counter()
+        time.sleep(_PAUSE_S)
+        share = (busy_seconds() - cpu) / (time.perf_counter() - began)
+        dist.barrier()
+        return min(max(share, 0.0), 1.0)
 
     def _row(self, size: int, timed: _Timed, **more: Any) -> dict[str, Any]:
         row = {"message_bytes": size, "time_s": timed.seconds, **more}
@@ -138,6 +154,17 @@ class LinkProbe:
 
     def _message(self, size: int) -> Tensor:
         return torch.zeros(max(size // 4, 1), device=self._device)
+
+
+def without_others(busy_s: float, wall_s: float, others: float) -> float:
+    """Of the seconds that cores were busy, those of the all-reduce.
+
+    Args:
+        busy_s: seconds that they were busy.
+        wall_s: seconds that passed meanwhile.
+        others: the share of time that they are busy anyway.
+    """
+    return min(max(busy_s - others * wall_s, 0.0), wall_s)
 
 
 def message_sizes(bytes_per_s: float) -> list[int]:
