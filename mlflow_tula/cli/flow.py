@@ -79,7 +79,7 @@ def convergence_of(words: str | None, table: ProfileTable) -> ConvergencePredict
     if words != NOISE_SCALE:
         return fit_convergence(words)
     # The median: at small batches the estimate scatters, in either direction.
-    scales = [row.noise_scale for row in table.ok if (row.noise_scale or 0.0) > 0]
+    scales = [scale for row in table.ok if (scale := row.noise_scale or 0.0) > 0]
     if not scales:
         raise TableError(
             f"--convergence {NOISE_SCALE}: none of the {len(table.ok)} probes that ran tells the "
