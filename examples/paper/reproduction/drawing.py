@@ -29,8 +29,8 @@ def draw(folder: Path, title: str, subtitle: str, shown: Sequence[Panel]) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     columns = 1 if len(shown) == 1 else 2 if len(shown) in (2, 4) else 3
     rows = -(-len(shown) // columns)
-    width = {1: 7.5, 2: 11.5, 3: 15.0}[columns]
-    figure = new_figure(rows, columns, width=width, height=0.9 + 3.9 * rows)
+    width = {1: 9.5, 2: 11.5, 3: 15.0}[columns]
+    figure = new_figure(rows, columns, width=width, height=1.2 + 3.9 * rows)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for one, panel in zip(axes, shown, strict=False):
         _draw_panel(one, panel)
