@@ -171,9 +171,16 @@ class Cluster:
         return found
 
     def leave(self, code: int) -> None:
-        """Node 0's last word: every process ends with this exit code; waits until they heard it."""
+        """Node 0's last word: every process ends with this exit code; waits until they heard it.
+
+        torchrun ends this process by SIGTERM once another has failed. From here on nothing is left
+        but its own line and its exit code, and a slow machine needs its time for these.
+        """
         if self._store is None:
             return
+        here = threading.current_thread() is threading.main_thread()
+        if code and self.place.launcher == "torchrun" and here:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(Exception):
             self._say({"kind": "leave", "code": code})
             deadline = time.monotonic() + _LEAVE_S
