@@ -35,6 +35,7 @@ from mlflow_tula.registry import CHAMPION
 from mlflow_tula.registry.lookup import find_version
 from mlflow_tula.serving.champions import (
     Champion,
+    Identity,
     Listed,
     all_champions,
     identity,
@@ -66,7 +67,7 @@ LISTED_S = 5.0
 KEPT = 1024
 """Champions in memory, about 30 kB each."""
 
-_WARM_PAUSE_S = 0.01
+_WARM_PAUSE_S = 0.005
 _MOST_WAITING = 16
 _ALL = "all champions"
 _ONE_BY_ONE_S = 60.0
@@ -197,13 +198,17 @@ class Catalogue:
 
         def work() -> None:
             try:
-                names = [one.name for one in self.listed() if one.version is not None]
+                began, known = time.monotonic(), all_champions() or {}
+                names = list(known) or [o.name for o in self.listed() if o.version is not None]
             except StoreError as error:
                 _logger.info("not warmed up: %s", error)
                 return
-            for name in names[: self._kept]:
+            for name in [one for one in names if _names_a_workload(one)][: self._kept]:
                 try:
-                    self.champion(name)
+                    if name not in known:
+                        self.champion(name)
+                    elif self._entry(name) is None:
+                        self._take(name, known[name], None, began)
                 except TulaError as error:
                     _logger.info("%s is not ready to be served: %s", name, error)
                 time.sleep(_WARM_PAUSE_S)
@@ -260,11 +265,15 @@ class Catalogue:
         except StoreError as error:
             self._down = (time.monotonic() + DOWN_S, str(error))
             raise
+        return self._take(name, identity(version), known, time.monotonic())
+
+    def _take(self, name: str, who: Identity, known: _Entry | None, checked_s: float) -> Champion:
+        """Keep the champion that the registry told of, its bundle read where it is another."""
         champion = None if known is None else known.champion
-        if champion is None or (champion.version, champion.source) != identity(version):
-            champion = read_champion(version)
+        if champion is None or (champion.version, champion.source) != who:
+            champion = read_champion(name, who)
         with self._lock:
-            self._entries[name] = _Entry(champion, time.monotonic())
+            self._entries[name] = _Entry(champion, checked_s)
             self._entries.move_to_end(name)
             while len(self._entries) > self._kept:
                 self._entries.popitem(last=False)
@@ -343,6 +352,11 @@ class Catalogue:
             f"unknown workload {workload!r}: {'did you mean ' if near else 'registered: '}"
             f"{_few(there) if there else 'nothing yet'}{'?' if near else ''}"
         )
+
+
+def _names_a_workload(name: str) -> bool:
+    """Whether this is `tula.<model>.<dataset>.<hardware>`."""
+    return name.count(".") >= 3
 
 
 def _few(names: list[str]) -> str:

@@ -83,15 +83,15 @@ def identity(version: ModelVersion) -> Identity:
     return int(version.version), f"{version.source} {version.creation_timestamp}"
 
 
-def read_champion(version: ModelVersion) -> Champion:
+def read_champion(name: str, who: Identity) -> Champion:
     """The bundle of a version."""
-    number, source = identity(version)
-    document = _read(version.name, number, version.source or "", BUNDLE_FILE)
+    number, source = who
+    document = _read(name, number, source.partition(" ")[0], BUNDLE_FILE)
     try:
         bundle = PredictorBundle.from_dict(document)
     except SchemaError as error:
-        raise SchemaError(f"{version.name} version {number}: {error}") from error
-    return Champion(name=version.name, version=number, source=source, bundle=bundle)
+        raise SchemaError(f"{name} version {number}: {error}") from error
+    return Champion(name=name, version=number, source=source, bundle=bundle)
 
 
 def read_table(champion: Champion) -> ProfileTable:
