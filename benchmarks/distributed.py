@@ -263,6 +263,8 @@ def ask(
     bundle: tula.PredictorBundle, sizes: Sequence[int], *, nodes: int = 2, **options: float
 ) -> dict[int, float]:
     """Predicted step times on several nodes."""
+    if not sizes:
+        return {}
     frame = pd.DataFrame({"local_batch_size": list(sizes), "nodes": nodes})
     out = bundle.predict(frame, **options)
     return dict(zip(sizes, out.step_time_s.tolist(), strict=True))

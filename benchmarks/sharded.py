@@ -28,6 +28,7 @@ import mlflow_tula as tula
 from mlflow_tula.errors import TulaWarning
 
 FOUR = "200Mbitx4"
+BUSY_SHARE = 0.5
 
 
 @click.command()
@@ -37,13 +38,14 @@ FOUR = "200Mbitx4"
 def main(model: str, records: Path, markdown: Path | None) -> None:
     """Predict what was measured from parts of it, and print the tables."""
     warnings.simplefilter("ignore", TulaWarning)
-    pieces = ("alone", *distributed.RATES, FOUR)
-    found = distributed.read_records(records, model, "fsdp", pieces)
+    found = distributed.read_records(records, model, "fsdp")
+    if any(records.glob(f"{distributed.stem_of(model, 'fsdp', FOUR)}-*.json")):
+        found |= distributed.read_records(records, model, "fsdp", (FOUR,))
     lines = [
         *distributed.unprobed(found),
         *distributed.from_links_alone(found),
         *distributed.from_stated_bandwidth(found),
-        *on_four(found),
+        *(on_four(found) if FOUR in found else ()),
     ]
     text = page(found, lines)
     print(text)
@@ -80,7 +82,7 @@ def memory(found: dict[str, list[dict[str, Any]]]) -> list[tuple[int, int, float
     )
     bundle = tula.fit(dataclasses.replace(alone, measurements=rows))
     answers = []
-    for piece in ("200Mbit", FOUR):
+    for piece in (name for name in ("200Mbit", FOUR) if name in found):
         for row in distributed.table_of(found[piece][0]).ok:
             asked = {"local_batch_size": [row.local_batch_size], "nodes": row.nodes}
             out = bundle.predict(pd.DataFrame(asked))
@@ -88,6 +90,18 @@ def memory(found: dict[str, list[dict[str, Any]]]) -> list[tuple[int, int, float
             measured = float(row.allocated_memory_bytes or 0)
             answers.append((row.nodes, row.local_batch_size, predicted, measured))
     return answers
+
+
+def notes(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Whether other work ran beside: an all-reduce alone takes little of the cores it waits on."""
+    rows = [row for one in found["1Gbit"] for row in distributed.table_of(one).links]
+    busy = max((row.cpu_time_s or 0.0) / row.time_s for row in rows)
+    if busy < BUSY_SHARE:
+        return []
+    return [
+        f"Other work ran on this machine: its cores were busy for up to {busy:.0%} of an "
+        "all-reduce, which takes 10 to 25 % of them by itself. Not clean figures."
+    ]
 
 
 def page(found: dict[str, list[dict[str, Any]]], lines: Sequence[distributed.Line]) -> str:
@@ -100,6 +114,7 @@ def page(found: dict[str, list[dict[str, Any]]], lines: Sequence[distributed.Lin
         f"there are four; {hardware.device_name}, torch {hardware.torch_version}), "
         f"{time.strftime('%B %Y')}. Rounds: {rounds}. Predictions see the local batch sizes "
         f"{', '.join(map(str, distributed.PROBED))} only.",
+        *notes(found),
         "",
         *distributed.step_table(lines),
         "",

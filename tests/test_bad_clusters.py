@@ -17,10 +17,12 @@ import pytest
 from mlflow_tula.hardware import detect
 
 NOTE = (
-    '"$@" > "$NOTES/out$RANK.txt" 2> "$NOTES/err$RANK.txt"; code=$?; '
+    '"$@" > "$NOTES/out$RANK.txt" 2> "$NOTES/err$RANK.txt" & pid=$!; '
+    'trap "kill -TERM $pid" TERM; wait $pid; code=$?; '
+    "if [ $code -gt 128 ]; then wait $pid; code=$?; fi; "
     'echo $code > "$NOTES/code$RANK.txt"; exit $code'
 )
-"""A worker that notes what its command said and how it ended."""
+"""A worker that notes what its command said and how it ended, and hands torchrun's SIGTERM on."""
 COMMON = ("--model", "squeezenet1_1", "--dataset", "synthetic", "--dataset-size", "64")
 PROFILE = ("profile", *COMMON, "--batch-sizes", "8", "--max-steps", "2")
 TRAIN = ("train", *COMMON, "--batch-size", "16", "--train-epochs", "1")
@@ -102,7 +104,7 @@ def check(workers: list[Ended], message: str) -> None:
     [
         ((*PROFILE, "--world-sizes", "1,4"), "asks for 4 ranks a node, and the launcher"),
         ((*TRAIN, "--interface", "eth77"), "has no network interface 'eth77'; it has "),
-        ((*TRAIN, "--memory-limit", "20MB"), "a local batch of 8 does not fit one rank"),
+        ((*TRAIN, "--memory-limit", "4MB"), "a local batch of 8 does not fit one rank"),
     ],
     ids=["world size", "interface", "memory"],
 )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,6 +40,39 @@ def test_records_that_are_missing_are_named(distributed, tmp_path: Path) -> None
     done = CliRunner().invoke(distributed.main, ["report", "--records", str(tmp_path)])
     assert done.exit_code != 0
     assert "holds no resnet18-alone-*.json: run `measure` first" in str(done.output)
+
+
+def test_the_recorded_rounds_of_fsdp_give_their_page(tmp_path: Path) -> None:
+    """Its exit code says whether every figure is within its limit: the page does as well."""
+    page = tmp_path / "page.md"
+    script = ROOT / "benchmarks" / "sharded.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--markdown", str(page)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "beyond their limit: " in done.stdout, done.stderr
+    text = page.read_text()
+    assert "| communication probe and one node | 200Mbit/s | 8 |" in text
+    assert "Allocated MB of a rank" in text
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are namespaces")
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "rows"), [("fsdp", 1), ("options", 4)])
+def test_a_small_measurement_of_another_kind(
+    distributed, tmp_path: Path, kind: str, rows: int
+) -> None:
+    words = ["measure", "--piece", "1Gbit", "--model", "squeezenet1_1", "--sizes", "4"]
+    done = CliRunner().invoke(
+        distributed.main, [*words, "--kind", kind, "--records", str(tmp_path)]
+    )
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / f"squeezenet1_1-{kind}-1Gbit-1.json").read_text())
+    found = record["table"]["measurements"]
+    assert [row["nodes"] for row in found] == [2] * rows
+    assert {row.get("status", "ok") for row in found} == {"ok"}
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are namespaces")
