@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,7 +103,7 @@ def _make(
     settings: Settings, module: ModuleType, values: Mapping[str, Any], run: Run
 ) -> dict[str, Any]:
     """Measure, draw, judge and log, and note that it is done."""
-    began = time.monotonic()
+    began, load = time.monotonic(), os.getloadavg()[0]
     paper: Paper = module.PAPER
     made: Made = module.make(settings)
     words = sentence(paper, made.verdict)
@@ -130,6 +131,7 @@ def _make(
         "run_id": run.run_id,
         "store": _store(),
         "made": time.strftime("%Y-%m-%d"),
+        "load_average": max(load, os.getloadavg()[0]),
     }
     write_json(folder / DONE, done)
     _say(done)
@@ -249,8 +251,6 @@ def _store() -> str:
 
 
 def _inside_a_run() -> bool:
-    import os
-
     import mlflow
 
     return bool(os.environ.get("MLFLOW_RUN_ID")) or mlflow.active_run() is not None
