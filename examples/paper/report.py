@@ -60,7 +60,7 @@ def markdown(done: Sequence[Mapping[str, Any]]) -> str:
     if lacking := [name for name in SCRIPTS if name not in known]:
         lines += ["", f"Not made here: {', '.join(lacking)}."]
     for one in done:
-        lines += ["", f"### {one['label']}", "", f"{one['subject'].capitalize()}: the claim "
+        lines += ["", f"### {one['label']}", "", f"{first_upper(one['subject'])}: the claim "
                   f"{one['held']}. {first_upper(one['because'])}.", "", *one["notes"]]  # fmt: skip
     return "\n".join(lines) + "\n"
 
