@@ -88,8 +88,7 @@ distributed: $(READY)  ## root: two hosts over slow links on this machine, into 
 	$(BIN)/python benchmarks/distributed.py measure --kind fsdp --sizes 8,32,64,128,512
 	$(BIN)/python benchmarks/distributed.py measure --kind fsdp --sizes 8 --piece 200Mbitx4
 	$(BIN)/python benchmarks/sharded.py --markdown build/sharded.md
-	$(BIN)/python benchmarks/distributed.py measure --kind options --sizes 16 --piece alone \
-		--piece 200Mbit
+	$(BIN)/python benchmarks/distributed.py measure --kind options --sizes 16 --piece 200Mbit
 	$(BIN)/python benchmarks/accumulation.py --markdown build/accumulation.md
 	$(BIN)/python benchmarks/uneven_ranks.py --markdown build/uneven.md
 	$(BIN)/python docs/sections.py docs/distributed.md figures=build/distributed.md \
