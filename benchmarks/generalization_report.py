@@ -133,7 +133,7 @@ def _more(name: str, comparison: Comparison) -> str:
             f"Every training, the reference too, has the {limit:.2f} process seconds that plain "
             f"training takes for its epochs at batch 512.\n\n{table}"
         )
-    elif comparison.plan.seeds > FIRST_SEEDS:
+    elif comparison.plan.seeds > FIRST_SEEDS and "auto" in comparison.plan.methods:
         table = f"{_paired(comparison)}\n\n{table}"
     return f"## {name[0].upper()}{name[1:]}\n\n{table}\n"
 
