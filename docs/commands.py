@@ -238,7 +238,7 @@ def clean_environment(folder: Path) -> dict[str, str]:
 
 def shortened(output: str, wish: str) -> str:
     """What a page shows of an output: all of it, or its last lines; never paths of this machine."""
-    lines = [line.rstrip() for line in output.strip("\n").splitlines()]
+    lines = [line.rstrip() for line in output.strip().splitlines()]
     if found := re.fullmatch(r"last (\d+) lines", wish):
         lines = lines[-int(found[1]) :]
     elif found := re.fullmatch(r"first (\d+) lines", wish):
@@ -259,7 +259,8 @@ def rewritten(path: Path, folder: Path) -> str:
                 if code:
                     raise SystemExit(f"{block.name} ended with {code}:\n{said}")
             elif block.mark == "output":
-                replaced.append((block, shortened(said.replace(f"{folder}/", ""), block.reason)))
+                said = said.replace(f"{folder}/", "").replace(sys.prefix, ".venv")
+                replaced.append((block, shortened(said, block.reason)))
     for block, output in reversed(replaced):
         start = block.line - 1
         lines[start : start + len(block.text.splitlines())] = output.splitlines()
