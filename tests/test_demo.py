@@ -215,7 +215,7 @@ def test_the_demo_decides_registers_and_says_what_to_click(
     assert "a replay: measured on" in note
     assert "--hardware 2x-" in note, "the next question asks for the recorded machine"
     name = parent.data.tags["tula.registered_model"]
-    assert client.get_model_version_by_alias(name, "champion").version == "1"
+    assert str(client.get_model_version_by_alias(name, "champion").version) == "1"
     assert f"/#/models/{name}/versions/1" in out
 
     # once more: the same version, the same addresses
