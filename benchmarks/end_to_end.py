@@ -56,7 +56,7 @@ from end_to_end_facts import (
     Task,
     disturbed,
 )
-from end_to_end_report import gains_of, gains_table, section
+from end_to_end_report import clock_of, gains_of, gains_table, section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,7 +310,13 @@ def run(
 def report(names: tuple[str, ...], results: Path, page: Path | None, gains: Path | None) -> None:
     """Print the tables."""
     found = [(TASKS[name], Records(results, TASKS[name])) for name in names]
-    text = "\n\n".join("\n".join(section(*one)) for one in found) + "\n"
+    absent = [task.name for task, records in found if not records.rows]
+    found = [one for one in found if one[1].rows]
+    if not found:
+        raise click.ClickException(f"nothing was run yet of {', '.join(absent)}: `run` first")
+    parts = ["\n".join(section(*one)) for one in found]
+    parts += [f"### {name}\n\nNot run yet." for name in absent]
+    text = "\n\n".join(parts) + "\n"
     table = gains_table(found)
     print(text)
     print(table)
@@ -319,7 +325,7 @@ def report(names: tuple[str, ...], results: Path, page: Path | None, gains: Path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
     for task, records in found:
-        print(task.name, dataclasses.asdict(gains_of(records, task, "command_s")))
+        print(task.name, dataclasses.asdict(gains_of(records, task, clock_of(records, task))))
 
 
 if __name__ == "__main__":

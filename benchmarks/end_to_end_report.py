@@ -17,6 +17,10 @@ def spread(rows: Sequence[Record], name: str, form: str = "{:.1f}") -> str:
     return f"{form.format(statistics.median(values))} ({ends})"
 
 
+QUIET = 0.2
+"""Share of the machine used by something else beyond which wall seconds are not compared."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gains:
     """One task: how many times sooner tula's way is, medians over paired seeds; epochs' seconds."""
@@ -75,11 +79,26 @@ def gains_of(records: Records, task: Task, clock: str) -> Gains:
 
 
 def by_seed(records: Records, task: Task, way: str) -> list[Record]:
-    """The runs of a way; what is missing is named."""
-    rows = [records.find("train", way=way, seed=seed) for seed in task.seeds]
-    if any(row is None for row in rows) or records.find("profile") is None:
-        raise click.ClickException(f"{records.path} lacks runs of {way}: `run` first")
-    return [row for row in rows if row is not None]
+    """The runs of a way, of the seeds that every way has; without any, what is missing is named."""
+    found = {
+        one: {seed: records.find("train", way=one, seed=seed) for seed in task.seeds}
+        for one in WAYS
+    }
+    seeds = [seed for seed in task.seeds if all(rows[seed] for rows in found.values())]
+    if not seeds or records.find("profile") is None:
+        lacking = next((one for one in WAYS if not any(found[one].values())), way)
+        raise click.ClickException(f"{records.path} lacks runs of {lacking}: `run` first")
+    return [row for seed in seeds if (row := found[way][seed]) is not None]
+
+
+def busiest(records: Records, task: Task) -> float:
+    """The largest share of the machine that something else took beside a run."""
+    return max(disturbed(row) for way in WAYS for row in by_seed(records, task, way))
+
+
+def clock_of(records: Records, task: Task) -> str:
+    """Seconds of the whole command, or of the processors where the machine was busy."""
+    return "cpu_s" if busiest(records, task) > QUIET else "command_s"
 
 
 def section(task: Task, records: Records) -> list[str]:
@@ -134,6 +153,18 @@ def verdict(task: Task, records: Records, profile: Record, largest: Record) -> l
         "training_s": "training alone",
         "cpu_s": "processor seconds of whole commands",
     }
+    measured = len(by_seed(records, task, "tula"))
+    if measured < len(task.seeds):
+        lines.append(
+            f"- **{measured} of {len(task.seeds)} seeds** have been run in all three ways."
+        )
+    busy = busiest(records, task)
+    if busy > QUIET:
+        clocks = {"cpu_s": clocks["cpu_s"]}
+        lines.append(
+            f"- **Wall seconds cannot be compared**: other work took up to {busy:.0%} of the "
+            "machine meanwhile. Processor seconds can, within some 20 %."
+        )
     for clock, words in clocks.items():
         gains = gains_of(records, task, clock)
         least = "" if gains.largest_reached else "at least "
@@ -142,27 +173,40 @@ def verdict(task: Task, records: Records, profile: Record, largest: Record) -> l
             f"{least}{gains.over_largest:.2f} times than the largest batch; {gains.of_better:.2f} "
             f"times the better one's time. The marks ({SOONER:g} times sooner than the worse, at "
             f"most {LATER:g} times the better's time) "
-            f"**{'hold' if gains.holds else 'do not hold'}**."
+            f"**{'hold' if gains.holds else 'do not hold'}** by this clock"
+            f"{'' if measured == len(task.seeds) else ', on these seeds alone'}."
         )
-    gains = gains_of(records, task, "command_s")
+    choice = f"- Profiling (`tula main`, once): {profile['profile_s']:.0f} s; the choice was "
+    choice += f"{_batch(profile)}{_noted(profile)}. "
+    if busy > QUIET:
+        lines.append(f"{choice}When it pays for itself takes an idle machine to say: not measured.")
+    else:
+        lines.append(choice + _payment(gains_of(records, task, "command_s"), profile))
+    peaks = ", ".join(
+        f"{size}: {peak / 2**30:.2f}" for size, peak in largest["peak_memory_bytes"].items()
+    )
+    lines.append(f"- Peak memory of plain training, GiB: {peaks}; the limit is 2.")
+    return lines
+
+
+def _noted(profile: Record) -> str:
+    """How the decision came about, where that was not one command."""
+    return f" ({profile['note']})" if profile.get("note") else ""
+
+
+def _payment(gains: Gains, profile: Record) -> str:
+    """After how many jobs and epochs profiling has paid for itself."""
     paid = "It does not pay for itself here."
     if gains.jobs_until_paid is not None and gains.epochs_until_paid is not None:
         paid = (
             f"It pays for itself after {gains.jobs_until_paid:.1f} such jobs, or "
             f"{gains.epochs_until_paid:.0f} epochs, against batch {SMALL_BATCH}."
         )
-    lines.append(
-        f"- Profiling (`tula main`, once): {profile['profile_s']:.0f} s; the choice was "
-        f"{_batch(profile)}. {paid} The first job, profiling included, takes "
-        f"{gains.first_job:.2f} times as long as with batch {SMALL_BATCH}. From the second on "
-        f"the question to the registry is part of the command (`tula recommend` alone: "
-        f"{profile['recommend_s']:.1f} s)."
+    return (
+        f"{paid} The first job, profiling included, takes {gains.first_job:.2f} times as long as "
+        f"with batch {SMALL_BATCH}. From the second on the question to the registry is part of "
+        f"the command (`tula recommend` alone: {profile['recommend_s']:.1f} s)."
     )
-    peaks = ", ".join(
-        f"{size}: {peak / 2**30:.2f}" for size, peak in largest["peak_memory_bytes"].items()
-    )
-    lines.append(f"- Peak memory of plain training, GiB: {peaks}; the limit is 2.")
-    return lines
 
 
 def gains_table(tasks: Sequence[tuple[Task, Records]]) -> str:
@@ -173,20 +217,25 @@ def gains_table(tasks: Sequence[tuple[Task, Records]]) -> str:
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for task, records in tasks:
-        gains = gains_of(records, task, "command_s")
+        clock = clock_of(records, task)
+        unit = "s" if clock == "command_s" else "processor s"
+        gains = gains_of(records, task, clock)
         cells = []
         for way in WAYS:
             rows = by_seed(records, task, way)
-            seconds = statistics.median(row["command_s"] for row in rows)
+            seconds = statistics.median(row[clock] for row in rows)
             reached = all(row["reached"] for row in rows)
             size = "" if way == "small" else f" ({_batch(rows[0])})"
-            cells.append(f"{'' if reached else 'not in '}{seconds:.0f} s{size}")
+            cells.append(f"{'' if reached else 'not in '}{seconds:.0f} {unit}{size}")
         profile = records.find("profile")
         assert profile is not None, "checked before"
         least = "" if gains.largest_reached else "at least "
+        measured, wanted = len(by_seed(records, task, "tula")), len(task.seeds)
+        seeds = "" if measured == wanted else f" ({measured} of {wanted} seeds)"
         name = {"fashion_mnist": "LeNet-5, Fashion-MNIST", "digits": "ResNet18, digits"}
+        title = f"{name.get(task.name, task.name)} to {task.target:.0%}{seeds}"
         lines.append(
-            f"| {name.get(task.name, task.name)} to {task.target:.0%} | {' | '.join(cells)} | "
+            f"| {title} | {' | '.join(cells)} | "
             f"{least}{gains.over_worse:.1f} times | {gains.of_better:.2f} | "
             f"{profile['profile_s']:.0f} s once |"
         )
