@@ -563,3 +563,22 @@ def test_it_serves_without_torch_and_from_the_models_own_code(
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["version"] == 3
     assert "/code/mlflow_tula/" in found["file"]
+
+
+def test_a_question_that_is_too_large_is_read_to_its_end() -> None:
+    """Or the client, still sending, sees a reset connection in place of the answer."""
+    import asyncio
+
+    from starlette.requests import Request
+
+    left = 160
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+
+    async def receive() -> dict[str, object]:
+        nonlocal left
+        left -= 1
+        return {"type": "http.request", "body": b"x" * 65536, "more_body": left > 0}
+
+    with pytest.raises(InvalidInputError, match="at most 65,536 bytes"):
+        asyncio.run(app._body(Request(scope, receive)))
+    assert left == 0

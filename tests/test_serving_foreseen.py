@@ -6,6 +6,8 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,10 @@ from starlette.testclient import TestClient
 from test_cross_model_registry import profile_of
 
 from mlflow_tula import registry
-from mlflow_tula.errors import NotRegisteredError
+from mlflow_tula.errors import NotRegisteredError, StoreError
 from mlflow_tula.fit import fit
 from mlflow_tula.hardware import detect
-from mlflow_tula.serving import app, champions
+from mlflow_tula.serving import app, catalogue, champions
 from mlflow_tula.serving.catalogue import Catalogue
 from mlflow_tula.serving.recommender import Recommender
 from mlflow_tula.specs import HardwareSpec
@@ -58,6 +60,33 @@ def test_the_recommender_falls_through_to_the_cross_model_predictor(
     registry.register(fit(table), table=table)
     (own,) = recommender.answer([question])
     assert own["name"] == workload.registered_name(hardware)
+
+
+def test_who_asks_again_finds_what_took_too_long(
+    hardware: HardwareSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = profile_of("resnet34", hardware).workload.registered_name(hardware)
+    shared = Catalogue(answer_s=60.0)
+    shared.listed()
+    real, begun, go_on = catalogue.foresee, threading.Event(), threading.Event()
+
+    def slow(*words):
+        begun.set()
+        assert go_on.wait(60)
+        return real(*words)
+
+    monkeypatch.setattr(catalogue, "foresee", slow)
+    monkeypatch.setattr(shared, "_asked", lambda key, work: work())
+    shared._answer_s = 0.05
+    with pytest.raises(StoreError, match=r"takes longer than 0\.05 s: ask again"):
+        shared.champion(name)
+    assert begun.is_set()
+    go_on.set()
+    until = time.monotonic() + 60
+    while name not in shared._foreseen:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert shared.champion(name).answers == registry.cross_model_name(hardware)
 
 
 def test_what_was_profiled_nowhere_names_the_command_that_can(hardware: HardwareSpec) -> None:

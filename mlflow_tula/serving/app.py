@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 MAX_REQUEST = 64 * 1024
+_MOST_DISCARDED = 64 * 2**20
+"""What is too large is read to its end, and forgotten: a client that is still sending when the
+connection closes never reads why."""
 _STORE, _REGISTRY = "_MLFLOW_SERVER_FILE_STORE", "_MLFLOW_SERVER_REGISTRY_STORE"
 _PREFIX = "_MLFLOW_STATIC_PREFIX"
 
@@ -176,11 +179,15 @@ class _TooLargeError(InvalidInputError):
 
 async def _body(request: Request) -> dict[str, Any]:
     """The JSON object of a request, within limits."""
-    text = bytearray()
+    text, length = bytearray(), 0
     async for chunk in request.stream():
-        text += chunk
-        if len(text) > MAX_REQUEST:
-            raise _TooLargeError(f"a question has at most {MAX_REQUEST:,} bytes of JSON")
+        length += len(chunk)
+        if length <= MAX_REQUEST:
+            text += chunk
+        elif length > _MOST_DISCARDED:
+            break
+    if length > MAX_REQUEST:
+        raise _TooLargeError(f"a question has at most {MAX_REQUEST:,} bytes of JSON")
     try:
         asked = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
     except InvalidInputError:

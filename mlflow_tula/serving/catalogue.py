@@ -171,9 +171,9 @@ class Catalogue:
             registered = self.listed(within_s=60.0)
         except StoreError as error:
             raise NotRegisteredError(otherwise) from error
-        future = self._start(f"foreseen {name}", lambda: foresee(name, registered))
+        future = self._start(f"foreseen {name}", lambda: self._foresee(name, registered))
         try:
-            champion = future.result(timeout=self._answer_s)
+            return future.result(timeout=self._answer_s)
         except LateError as error:
             if future.done():
                 raise
@@ -184,6 +184,10 @@ class Catalogue:
         except NotRegisteredError as error:
             text = "; ".join(filter(None, [self._instead(name, otherwise), str(error)]))
             raise NotRegisteredError(text) from error
+
+    def _foresee(self, name: str, registered: tuple[Listed, ...]) -> Champion:
+        """Work it out and keep it, also where nobody waits any more: who asks again finds it."""
+        champion = foresee(name, registered)
         with self._lock:
             self._foreseen[name] = _Entry(champion, time.monotonic())
             while len(self._foreseen) > self._kept // 16:
