@@ -68,8 +68,9 @@ def right_images(trial: Trial) -> Tensor:
     training.run()
     training.model.eval()
     with torch.no_grad():
-        parts = [training.model(x).argmax(1) for x in training.data.eval_x.split(EVALUATION_BATCH)]
-    return torch.cat(parts) == training.data.eval_y
+        images = torch.split(training.data.eval_x, EVALUATION_BATCH)
+        found = torch.cat([training.model(x).argmax(1) for x in images])
+    return found == training.data.eval_y
 
 
 def resolve_method(trial: Trial) -> Method:
