@@ -212,3 +212,15 @@ def test_a_newer_bundle_is_refused(folder: Path, capsys: pytest.CaptureFixture[s
     code, _, err = call(capsys, "recommend", "--bundle", "new.json")
     assert code == 2
     assert "newer" in err
+
+
+@pytest.mark.parametrize("command", ["main", "profile", "train", "compare", "diagnose"])
+def test_a_folder_that_no_disk_takes_is_refused_before_anything_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    code, out, err = call(capsys, command, "--output-dir", "x" * 1200)
+    assert code == 2
+    assert "File name too long; choose another --output-dir than xxx" in err
+    assert len(err.splitlines()) == 1
+    assert len(err) < 700
+    assert out == ""

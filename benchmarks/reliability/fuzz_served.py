@@ -29,6 +29,10 @@ def invocations_target(fixtures: Fixtures) -> Target:
                 raise
             # MLflow parses the request before the model sees it, and answers 500
             return "upstream: JSON nested too deep for MLflow's parser"
+        except (TypeError, ValueError) as error:
+            if _is_ours(error):
+                raise
+            return f"upstream: MLflow's parser raises {type(error).__name__}, and answers 500"
         if answer.status_code >= 500 or "Traceback" in answer.text:
             ours = "mlflow_tula" in answer.text or "pyfunc_model.py" in answer.text
             if answer.status_code < 500 and not ours:

@@ -9,6 +9,7 @@ import click
 
 from mlflow_tula.cli import options, types
 from mlflow_tula.cli.options import option
+from mlflow_tula.cli.places import check_output
 from mlflow_tula.cli.render import note, print_json
 from mlflow_tula.cli.types import OpenText, count, real, switch
 from mlflow_tula.specs import slugify
@@ -82,6 +83,8 @@ def command(as_json: bool, **values: Any) -> None:
     from mlflow_tula.comparing.tables import results_table, row_numbers, table_one, verdicts
 
     plan = make_plan(values)
+    folder = Path(values["output_dir"]) / f"compare.{slugify(plan.task.dataset)}"
+    check_output(folder)
     options.use_store(values, write=True)
     from mlflow_tula.tracking import start_run
     from mlflow_tula.tracking.comparison_log import (
@@ -91,7 +94,6 @@ def command(as_json: bool, **values: Any) -> None:
         write_documents,
     )
 
-    folder = Path(values["output_dir"]) / f"compare.{slugify(plan.task.dataset)}"
     records = folder / RECORDS
     if not values["resume"]:
         records.unlink(missing_ok=True)

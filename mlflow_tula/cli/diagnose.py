@@ -9,6 +9,7 @@ import click
 
 from mlflow_tula.cli import options, types
 from mlflow_tula.cli.options import option
+from mlflow_tula.cli.places import check_output
 from mlflow_tula.cli.render import note, print_json
 from mlflow_tula.cli.types import OpenText, count, real
 from mlflow_tula.specs import slugify
@@ -62,12 +63,13 @@ def command(as_json: bool, **values: Any) -> None:
         Trial(task=task, method=values["method"], batch_size=size, seed=values["seed"])
         for size in sizes
     ]
+    folder = Path(values["output_dir"]) / f"diagnose.{slugify(task.dataset)}"
+    check_output(folder)
     options.use_store(values, write=True)
     from mlflow_tula.diagnose import diagnose
     from mlflow_tula.tracking import start_run
     from mlflow_tula.tracking.diagnosis_log import log_diagnosis, write_diagnosis
 
-    folder = Path(values["output_dir"]) / f"diagnose.{slugify(task.dataset)}"
     name = f"diagnose {task.dataset}"
     with start_run(name, command="diagnose", experiment=values["experiment"]) as run:
         run.params({key: value for key, value in values.items() if value is not None})

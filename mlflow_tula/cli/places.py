@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _NOT_THE_REQUEST = frozenset({"resume", "tracking_uri", "output_dir"})
 """What may differ from the command that was broken off."""
+_LONGEST_PATH = 200
 
 
 def check_output(folder: Path) -> None:
@@ -27,16 +28,22 @@ def check_output(folder: Path) -> None:
     Called before anything is made: a folder that cannot be used leaves no run behind.
     """
     there = folder.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
     try:
+        while not there.exists() and there != there.parent:
+            there = there.parent
         with tempfile.NamedTemporaryFile(dir=there, prefix=".tula-"):
             pass
     except OSError as error:
         raise StoreError(
-            f"cannot write below {there}: {error.strerror or error}; choose another --output-dir "
-            f"than {folder}"
+            f"cannot write below {_short(there)}: {error.strerror or error}; choose another "
+            f"--output-dir than {_short(folder)}"
         ) from error
+
+
+def _short(folder: Path) -> str:
+    """A path as a line can hold it."""
+    text = str(folder)
+    return text if len(text) <= _LONGEST_PATH else f"{text[:_LONGEST_PATH]}... ({len(text)} long)"
 
 
 def make_place(folder: Path, values: Mapping[str, Any]) -> Place:
