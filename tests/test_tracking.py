@@ -154,12 +154,13 @@ def test_tags_parameters_and_numbers_for_searches(logged, table, choice):
     assert list(found["run_id"]) == [logged.info.run_id]
 
 
-def test_the_description_begins_with_the_decision(logged, choice):
+def test_the_description_begins_with_the_decision(logged, choice, table):
     lines = logged.data.tags["mlflow.note.content"].splitlines()
     assert lines[0].startswith(f"**Take global batch size {choice.global_batch_size:,} on ")
     assert f"objective `{choice.objective}`" in lines[0]
     assert any(line.startswith(f"| **{choice.global_batch_size:,}**&ensp;|") for line in lines)
-    assert "- ask again: `tula recommend --model vgg11`" in lines
+    hardware = f"--hardware {table.hardware.slug}"  # measured elsewhere
+    assert f"- ask again: `tula recommend --model vgg11 {hardware}`" in lines
 
 
 def test_probes_logged_on_the_way_are_not_logged_twice(store, table, bundle):

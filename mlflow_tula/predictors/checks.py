@@ -196,7 +196,7 @@ _TIER = fields(
         "ring_weight": number(0.0, 1.0),
         "latency_weight": number(0.0, 1.0),
     },
-    {"compressed": flag, "messages": number(1.0, 1e9)},
+    {"compressed": flag, "messages": number(1.0, 1e9), "pair_factor": number(1.0, 4.0)},
 )
 _CURVE = fields(
     {

@@ -301,7 +301,9 @@ def _empty_tier(
         shared_cores=fixed["shared_cores"],
         hiding_known=fixed["backward"] is not None,
     )
-    tier |= {name: fixed[name] for name in ("messages", "pair_factor")}
+    tier["messages"] = fixed["messages"]
+    if fixed["pair_factor"] != 1.0:
+        tier["pair_factor"] = fixed["pair_factor"]
     own = "inter_node" if counts == "nodes" else "intra_node"
     if links[own] is None or not fixed["gradient_bytes"]:
         return tier

@@ -46,10 +46,13 @@ def stratified_subset(labels: npt.ArrayLike, size: int, *, seed: int = SPLIT_SEE
             f"not {size}"
         )
     order = np.random.default_rng(seed).permutation(len(classes))
-    # A sample's rank within its class, as a fraction of the class: the smallest `size` of these
-    # take the same share of every class.
-    share = np.empty(len(classes))
-    for label in np.unique(classes):
-        members = order[classes[order] == label]
-        share[members] = (np.arange(len(members)) + 0.5) / len(members)
-    return np.sort(np.argsort(share, kind="stable")[:size]).astype(np.int64)
+    found, counts = np.unique(classes, return_counts=True)
+    quotas = size * counts / max(len(classes), 1)
+    taken = np.floor(quotas).astype(np.int64)
+    # largest remainders: what whole numbers leave goes to the classes that lack the most
+    lacking = np.argsort(taken - quotas, kind="stable")[: size - int(taken.sum())]
+    taken[lacking] += 1
+    parts = [
+        order[classes[order] == label][:count] for label, count in zip(found, taken, strict=True)
+    ]
+    return np.sort(np.concatenate(parts)).astype(np.int64)
