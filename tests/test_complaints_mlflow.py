@@ -119,8 +119,12 @@ def test_mlflow_2735_3536_6811_a_real_project_run(store: Path, tmp_path: Path) -
 # --- stores
 
 START = """
+import os, pathlib, time
 import mlflow
 from mlflow_tula.stores import check_store, ensure_experiment
+pathlib.Path(f"ready-{os.getpid()}").touch()
+while not pathlib.Path("go").exists():
+    time.sleep(0.001)
 check_store()
 mlflow.start_run(experiment_id=ensure_experiment("race"))
 mlflow.log_metric("x", 1.0)
@@ -136,6 +140,10 @@ def test_hydraflow_245_eight_processes_on_an_empty_folder(clean_mlflow: Path) ->
         subprocess.Popen(command, cwd=clean_mlflow, stderr=subprocess.PIPE, text=True)
         for _ in range(8)
     ]
+    until = time.monotonic() + 200
+    while len(list(clean_mlflow.glob("ready-*"))) < 8 and time.monotonic() < until:
+        time.sleep(0.05)
+    (clean_mlflow / "go").touch()
     ends = [(process.communicate(timeout=300)[1], process.returncode) for process in processes]
     assert [code for _, code in ends] == [0] * 8, "\n".join(text[-2000:] for text, _ in ends)
     mlflow.set_tracking_uri(f"sqlite:///{clean_mlflow / 'mlflow.db'}")

@@ -129,7 +129,9 @@ def inject(plan: Injection, folder: Path) -> Outcome:
 
 def _inject(plan: Injection, place: Path) -> Iterator[str]:
     command, ended = _killed(plan, place)
-    if ended.code not in _CODES[signal.Signals(plan.signal)]:
+    # Ctrl-C before the first line of ours: Python's own exit code
+    early = plan.signal == signal.SIGINT and ended.code == 1 and "/mlflow_tula/" not in ended.err
+    if ended.code not in _CODES[signal.Signals(plan.signal)] and not early:
         yield f"exit code {ended.code}: {ended.err.strip()[-300:]}"
     if left := command.orphans():
         yield f"orphans: {left}"

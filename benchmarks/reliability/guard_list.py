@@ -331,6 +331,11 @@ GUARDS = (
             "        lock.acquire(timeout=_INITIALISE_TIMEOUT_S)\n",
             "        pass\n",
         ),
+        (
+            "mlflow_tula/stores/making.py",
+            'SqlAlchemyStore(f"sqlite:///{scratch}"',
+            'SqlAlchemyStore(f"sqlite:///{path}"',
+        ),
     ),
     guard(
         "SkyRL 1516",
