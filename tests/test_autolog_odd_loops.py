@@ -296,7 +296,7 @@ def test_batch_normalization_makes_the_noise_scale_a_rough_one() -> None:
     assert metrics_of(run)["noise_scale_coverage"] == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_steps_and_models_are_seen() -> None:
     tula.autolog(every_n_steps=1, gradient_every_n_steps=2)
     model = net()

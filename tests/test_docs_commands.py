@@ -24,7 +24,7 @@ OTHER_PROGRAMS = {
 
 LOOKS_LIKE_A_COMMAND = re.compile(r"^\s*(\$ )?(tula|mlflow|make|pip|curl|torchrun)( |$)")
 INLINE = re.compile(r"(?<!`)`((?:tula|mlflow) [a-z][^`\n]*)`(?!`)")
-SLOW_PAGES = {"README.md"}
+SHORTENED_PAGES = {"README.md"}
 """What CI runs; the other pages' commands together take minutes: `make test-all` runs them."""
 
 
@@ -233,15 +233,14 @@ def run_page(page: str, folder: Path, store: Path, *, long: bool) -> None:
 
 
 def pages_to_run() -> list[Any]:
-    """Those with commands, the long ones marked so."""
+    """Those with commands; together they take longer than CI allows."""
     found = []
     for page in pages():
         if any(block.is_command and block.mark != "not run" for block in blocks_of(page)):
-            marks = [pytest.mark.slow] if page in SLOW_PAGES else [pytest.mark.long]
-            found.append(pytest.param(page, marks=marks))
+            found.append(pytest.param(page, marks=pytest.mark.long))
     return found
 
 
 @pytest.mark.parametrize("page", pages_to_run())
 def test_the_page_runs_from_top_to_bottom(page: str, tmp_path: Path, store: Path) -> None:
-    run_page(page, tmp_path, store, long=page not in SLOW_PAGES)
+    run_page(page, tmp_path, store, long=page not in SHORTENED_PAGES)

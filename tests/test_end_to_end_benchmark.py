@@ -117,7 +117,7 @@ def test_the_order_of_the_ways_rotates(end_to_end: ModuleType, tmp_path: Path) -
     assert first == ["small,", "largest,", "tula,"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_ways_on_small_input(end_to_end: ModuleType, tmp_path: Path) -> None:
     place = ["--task", "tiny", "--results", tmp_path / "results", "--work", tmp_path / "work"]
     ran(end_to_end, "run", *place)
@@ -132,7 +132,7 @@ def test_three_ways_on_small_input(end_to_end: ModuleType, tmp_path: Path) -> No
     assert (done.exit_code, done.output) == (3, "")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_cost_of_profiling_on_small_input(profiling_cost: ModuleType, tmp_path: Path) -> None:
     place = ["--results", tmp_path, "--models", "squeezenet1_1"]
     small = ["--largest", 32, "--world-sizes", "1"]

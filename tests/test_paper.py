@@ -305,7 +305,7 @@ def test_a_figure_through_mlflow_run_and_again(environment: dict[str, str]) -> N
         assert "activation_memory_bytes" in json.loads(text)["columns"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_figures_in_one_run_share_their_profile_and_the_report_reads_them(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
