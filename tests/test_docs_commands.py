@@ -25,7 +25,7 @@ OTHER_PROGRAMS = {
 LOOKS_LIKE_A_COMMAND = re.compile(r"^\s*(\$ )?(tula|mlflow|make|pip|curl|torchrun)( |$)")
 INLINE = re.compile(r"(?<!`)`((?:tula|mlflow) [a-z][^`\n]*)`(?!`)")
 SHORTENED_PAGES = {"README.md"}
-"""What CI runs; the other pages' commands together take minutes: `make test-all` runs them."""
+"""Their blocks marked long are left out."""
 
 
 def tula_command(words: list[str]) -> tuple[click.Command, list[str]]:
