@@ -91,8 +91,8 @@ def _check_address(uri: str) -> None:
     elif scheme in {"http", "https"}:
         # MLflow's default of 7 retries with growing pauses is minutes on a dead server, and so is
         # its two minutes' patience with one that hangs.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         _check_server(uri)
     elif scheme in _DATABASE_PORTS:
         _check_port(uri, _DATABASE_PORTS[scheme])
