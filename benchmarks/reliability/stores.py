@@ -216,7 +216,7 @@ def output_fills_in_a_profile(place: Path) -> Iterator[str]:
 
 def output_fills_in_a_training(place: Path) -> Iterator[str]:
     """The disk of the checkpoints fills up after the first epoch: it is kept, and resumed from."""
-    with small_disk(place / "tula_output", 4) as disk:
+    with small_disk(place / "tula_output", 8) as disk:
         command = Command(TRAIN, place)
         wait_for(command, "epoch   1:")
         fill(disk)
